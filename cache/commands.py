@@ -122,7 +122,7 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         by = f"now, {d['used_by']}" if d["used_by"] else _ago(d["used"])
         yield f"used       {by}" + (" (kept)" if d["keep"] else "")
     if d.get("update"):
-        yield f"update     to {_coming_name(d['update'])}: {d['update']['state']}"
+        yield f"update     to {_next_name(d['update'])}: {d['update']['state']}"
     if d["phase"]:
         yield f"progress   {_progress_text(d)}"
     if d["verify"]:
@@ -137,8 +137,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         yield f"  {failure['path']}: {failure['reason']}"
 
 
-def _coming_name(coming: dict[str, Any]) -> str:
-    return str(coming["snapshot"] or coming["generation"])
+def _next_name(next_one: dict[str, Any]) -> str:
+    return str(next_one["snapshot"] or next_one["generation"])
 
 
 def _ago(at: float) -> str:
@@ -370,18 +370,18 @@ def update(ctx: CommandContext, name: str, snapshot: str, wait: bool, as_json: b
 
 
 def _update_ended(d: dict[str, Any], snapshot: str) -> bool:
-    if (coming := d.get("update")) is not None:
-        return coming["state"] == "partial" and bool(coming["why"])
+    if (next_one := d.get("update")) is not None:
+        return next_one["state"] == "partial" and bool(next_one["why"])
     return d["state"] == "complete" and (not snapshot or d["snapshot"] == snapshot)
 
 
 def _update_lines(d: dict[str, Any]) -> Iterator[str]:
     yield f"{d['name']} serves {d['snapshot'] or d['generation']}"
-    if (coming := d.get("update")) is not None:
-        files = coming["files"]
+    if (next_one := d.get("update")) is not None:
+        files = next_one["files"]
         done = f"{files['done']} of {files['total']} files"
-        yield f"{_coming_name(coming)} comes: {coming['state']}, {done}" + (
-            f" ({coming['why']})" if coming["why"] else ""
+        yield f"{_next_name(next_one)} comes: {next_one['state']}, {done}" + (
+            f" ({next_one['why']})" if next_one["why"] else ""
         )
 
 
@@ -432,7 +432,7 @@ def rollback(ctx: CommandContext, name: str) -> Shown:
 @terminal.command(dataset, "generations")
 @_name
 def generations(ctx: CommandContext, name: str) -> Shown:
-    """The generations of NAME: the current one, the one that comes, and earlier ones."""
+    """The generations of NAME: the current one, the next one, and earlier ones."""
     answer = terminal.call(ctx, "GET", _path(name, "/generations"))
     return answer, lambda found: _generation_lines(found["generations"])
 

@@ -26,7 +26,7 @@ from cache.dataset.generation import STORE_SECONDS
 from cache.dataset.succession import Succession
 from cache.settings import CacheSettings, DatasetSettings, at_snapshot, same_place
 from cache.sources import kinds
-from cache.space import evicting, reserve, uses
+from cache.space import reserve, uses
 from cache.store import disk, generations, soundness, subset
 from cache.store.health import State
 from cache.store.watch import StoreWatch
@@ -48,6 +48,7 @@ STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
 MOST_PATHS = 5  # in a line of the log
+_NAMED = 5  # users in a message
 _LIVE = ("disk", "budget", "budget_inodes", "reserve", "this_node", "fill", "scrub", "compare")
 
 
@@ -389,10 +390,10 @@ class Cache:
         The files are taken out soon; ``Dataset.eviction`` shows it. AgentError with why not.
         """
         dataset = self.get(name)
-        evicting.refuse(dataset, force=force)
+        refuse_eviction(dataset, force=force)
         using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
-        evicting.refuse_used(dataset, [*using, *self.csi.users(name)])
-        evicting.refuse(dataset, force=force)  # it may be another thing by now
+        _refuse_used(dataset, [*using, *self.csi.users(name)])
+        refuse_eviction(dataset, force=force)  # it may be another thing by now
         dataset.eviction = figures.Eviction("queued", to)
         self.jobs.wake()
 
@@ -499,12 +500,40 @@ class Cache:
     def _report(self) -> None:
         found = [
             *status.findings(self.datasets, self.orphans, self.no_store, self.lost_views),
-            *evicting.findings(self.datasets, self.jobs.budgets.in_the_way),
+            *status.kept(self.datasets, self.jobs.budgets.in_the_way),
             *view_watch.findings(self.datasets, time.time()),
             *self.reserve.findings(),
             *status.damaged(self._store, self.damaged),
         ]
         self._reporter.report("cache", found)
+
+
+def refuse_eviction(dataset: Dataset, *, force: bool) -> None:
+    """AgentError unless files may be taken out of the dataset now. ``force``: a kept one, too."""
+    dataset.refuse_change()
+    state = dataset.generation.state
+    if dataset.removed or state not in ("complete", "partial"):
+        why = f"it is {dataset.state()}: only what was filled can be taken out in part"
+        raise dataset.refused(why, f"'nodeagent dataset remove {dataset.name}' gives its room")
+    busy = dataset.job.kind if dataset.job is not None else ""
+    busy = "verify" if dataset.verification.pending else busy
+    busy = "update" if dataset.next is not None else busy
+    busy = "eviction" if dataset.eviction.pending else busy
+    if busy:
+        raise dataset.refused(f"its {busy} is under way", "wait for its end, or cancel it")
+    if dataset.settings.keep and not force:
+        why = "it is kept (cache.datasets[].keep)"
+        raise dataset.refused(why, "evict it with --force, or set keep: false")
+
+
+def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:
+    """InUseError names some of ``users``, if there are any."""
+    if users:
+        more = f" and {len(users) - _NAMED} more" if len(users) > _NAMED else ""
+        raise kit.errors.InUseError(
+            f"dataset {dataset.name}", "in use by " + "; ".join(users[:_NAMED]) + more,
+            "end them, then try again",
+        )  # fmt: skip
 
 
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """How datasets show to operators: in the API, as findings, and as metrics."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -11,19 +11,19 @@ import kit.errors
 import kit.findings
 import kit.processes
 import kit.units
-from cache.dataset import choices, fitness, hits
+from cache.dataset import choices, hits
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Totals, Verification
 from cache.dataset.generation import Generation
-from cache.dataset.standing import finding
-from cache.space import evicting
+from cache.dataset.standing import finding, named
 from cache.store import disk, generations, subset
 from cache.views.view import Stage
-from cache.work import compare, scrubs
+from cache.work import compare
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
 
 FAILURES_SECONDS = 15.0
+_NAMED = 5  # datasets in a message
 _NOTHING = Totals()
 
 
@@ -77,9 +77,9 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
         "share": round(generation.share / subset.ALL, 4),
         "refreshes": shown.refreshes,
         "verify": _verification(shown.verification),
-        "scrub": scrubs.shown(shown),
+        "scrub": _scrub(shown),
         "compare": compare.shown(shown),
-        "evict": evicting.shown(shown),
+        "evict": eviction(shown),
         "keep": shown.settings.keep,
         "hits": hits.shown(shown.hits, shown.stage),
         "hits_history": list(shown.hits.history()),
@@ -91,28 +91,28 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
 
 
 def _update(shown: Dataset) -> dict[str, Any] | None:
-    """The generation that comes."""
-    if (coming := shown.coming) is None:
+    """The next generation."""
+    if (next_one := shown.next) is None:
         if (wanted := choices.pending(shown)) is None:
             return None
         none = {"total": 0, "done": 0}  # a rescan that is about to begin
         return {"generation": wanted, "snapshot": "", "state": "new", "why": "", "files": none,
                 "bytes": none}  # fmt: skip
-    figures = coming.figures
+    figures = next_one.figures
     return {
-        "generation": coming.id,
-        "snapshot": coming.record.snapshot,
-        "state": coming.record.state,
-        "why": _why_not(shown, coming),
+        "generation": next_one.id,
+        "snapshot": next_one.record.snapshot,
+        "state": next_one.record.state,
+        "why": _why_not(shown, next_one),
         "files": {"total": figures.files, "done": figures.done_files},
         "bytes": {"total": figures.bytes, "done": figures.done_bytes},
     }
 
 
-def _why_not(shown: Dataset, coming: Generation) -> str:
-    """Why the generation that comes does not go on."""
-    waits = shown.waits_for() if shown.update_queued else ""
-    return f"waits for {waits}" if waits else coming.record.why
+def _why_not(shown: Dataset, next_one: Generation) -> str:
+    """Why the next generation does not go on."""
+    waits = shown.waits_for() if next_one.queued else ""
+    return f"waits for {waits}" if waits else next_one.record.why
 
 
 def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
@@ -143,9 +143,9 @@ def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> list[d
 
 
 def _role(shown: Dataset, each: Generation) -> str:
-    if each is shown.coming:
-        return "coming"
-    return "earlier" if each in shown.earlier else "retiring"
+    if each is shown.next:
+        return "next"
+    return "earlier" if each in shown.earlier else "retired"
 
 
 def _of_identity(shown: Dataset) -> list[str]:
@@ -166,6 +166,38 @@ def _verification(last: Verification) -> dict[str, Any] | None:
     if last.result is not None:
         shown |= {**last.result, "at": last.at}
     return shown
+
+
+def _scrub(dataset: Dataset) -> dict[str, Any]:
+    """The scrub of the current generation; fields as in openapi.yaml."""
+    now, generation = dataset.scrub, dataset.generation
+    return {
+        "state": now.state,
+        "reason": now.reason,
+        "why": now.why,
+        "suspect": dataset.suspect,
+        "files": {"total": now.files, "checked": now.checked_files},
+        "bytes": {"total": now.bytes, "checked": now.checked_bytes},
+        "bad": now.bad,
+        "replaced": now.replaced,
+        "withdrawn": now.withdrawn,
+        "ended": generation.scrubbed or None,
+    }
+
+
+def eviction(dataset: Dataset) -> dict[str, Any] | None:
+    """The last eviction that an operator asked for; fields as in openapi.yaml."""
+    last = dataset.eviction
+    if not last.state:
+        return None
+    return {
+        "state": last.state,
+        "to": last.to,
+        "why": last.why,
+        "files": last.files,
+        "bytes": last.bytes,
+        "at": last.at or None,
+    }
 
 
 async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
@@ -263,8 +295,8 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             "source"
         )
         yield finding("dataset-source-replaced", shown.name, Severity.WARNING, message, advice)
-    if shown.coming is not None and shown.coming.record.state == "partial":
-        message = f"the update of {shown.name} does not go on: {shown.coming.record.why}"
+    if shown.next is not None and shown.next.record.state == "partial":
+        message = f"the update of {shown.name} does not go on: {shown.next.record.why}"
         advice = (
             f"the earlier generation is served; see 'nodeagent dataset generations {shown.name}', "
             "raise cache.budget, or correct the source"
@@ -287,9 +319,9 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             "dataset again"
         )
         yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
-    yield from scrubs.findings(shown)
+    yield from of_scrubs(shown)
     yield from compare.findings(shown)
-    yield from fitness.findings(shown)
+    yield from _of_source(shown)
     result = shown.verification.result or {}
     if damaged := shown.generation.damaged:  # known from the list, also after a restart
         message = (
@@ -305,6 +337,104 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
         advice = "check the SSD (smartctl, kernel log), then verify again"
         yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+
+
+def of_scrubs(dataset: Dataset) -> Iterable[Finding]:
+    name, now = dataset.name, dataset.scrub
+    if dataset.suspect:
+        message = (
+            f"the SSD had errors, so dataset {name} is read from its source until every stored "
+            "file is verified"
+        )
+        advice = (
+            "nothing, if it ends ('nodeagent dataset show' tells how far it is); check the SSD "
+            "(smartctl, kernel log)"
+        )
+        yield finding("dataset-suspect", name, Severity.WARNING, message, advice)
+    advice = "check the SSD (smartctl, kernel log)"
+    if now.bad:
+        message = (
+            f"the scrub of dataset {name} found {now.bad} bad files in the store, "
+            f"{now.replaced} were replaced, {now.withdrawn} withdrawn"
+        )
+        yield finding("store-damage", name, Severity.CRITICAL, message, advice)
+    for each in (*dataset.earlier, *dataset.retired):
+        which = each.record.snapshot or each.id
+        if each.scrub.bad:
+            message = f"the scrub of {which}, an earlier generation of dataset {name}, found "
+            message += f"{each.scrub.bad} bad files in the store"
+            about = f"{name}/{each.id}"
+            yield finding("store-damage", name, Severity.CRITICAL, message, advice, about)
+        if each.record.damaged and not each.source.block:
+            message = f"{each.record.damaged} files of {which}, an earlier generation of dataset "
+            message += f"{name}, were bad on the SSD: it is discarded when nobody uses it"
+            remedy = (
+                "jobs read its source by its id, and miss these files where that cannot be read; "
+                f"'nodeagent dataset generations {name}' names who uses it. A rollback fills it "
+                "again"
+            )
+            about = f"{name}/{each.id}"
+            yield finding("generation-damaged", name, Severity.WARNING, message, remedy, about)
+
+
+def _of_source(dataset: Dataset) -> Iterable[Finding]:
+    """What about a source keeps its files from being cached as they are.
+
+    An overlay opens files of the source as root and crosses no mount, and the store keeps modes,
+    owners and POSIX ACLs. What a source decides by more than these is told, and what an overlay
+    would lose keeps the dataset at its source (``standing.unfit``).
+    """
+    name, inside = dataset.name, named(dataset.mounted_inside())
+    records = [dataset.generation, *([dataset.next.record] if dataset.next else [])]
+    refused = next((each.refused for each in records if each.refused), "")
+    crossed = next((each.crossed for each in records if each.crossed), "")
+
+    if refused:
+        message = f"the source of dataset {name} refuses root {refused}, so it is not cached"
+        advice = (
+            "jobs read the source, each as who it is; let root of the nodes read all of it (NFS: "
+            f"no_root_squash), or cache a copy, then 'nodeagent dataset warm {name}'"
+        )
+        yield finding("dataset-source-refuses", name, Severity.WARNING, message, advice)
+    if inside or crossed:
+        where = inside or crossed
+        message = f"another file system is mounted inside the source of dataset {name}, at {where}"
+        advice = (
+            "jobs see what that place has without the mount, in all stages"
+            if inside
+            else "it comes when it is opened, so the dataset is not cached: jobs read the source"
+        )
+        advice += "; make a dataset of each file system, or unmount what does not belong there"
+        yield finding("dataset-source-mounts", name, Severity.WARNING, message, advice)
+    if dataset.server and dataset.settings.access.mode is None:
+        message = (
+            f"the source of dataset {name} is on {dataset.server}, whose server may refuse users "
+            "more than modes and POSIX ACLs do; the store keeps only these"
+        )
+        advice = (
+            "set access.mode of the dataset: '0750' and access.group for those whom the server "
+            "lets read all of it, '0755' where modes and ACLs are all that decides"
+        )
+        yield finding("dataset-source-rights", name, Severity.INFO, message, advice)
+
+
+def kept(
+    datasets: Mapping[str, Dataset], in_the_way: Callable[[str], Sequence[str]]
+) -> Iterable[Finding]:
+    """``in_the_way``: what is kept, by the name of what lacks room; '': the store."""
+    lacking: dict[str, list[str]] = {}
+    for name in ("", *sorted(datasets)):
+        for each in in_the_way(name):
+            text = f"dataset {name} lacks room" if name else "the store is beyond its budget"
+            lacking.setdefault(each, []).append(text)
+    for name, texts in sorted(lacking.items()):
+        more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+        why = "; ".join(texts[:_NAMED]) + more
+        yield finding(
+            "dataset-kept", name, Severity.WARNING,
+            f"dataset {name} is kept and gives no room: {why}",
+            f"raise cache.budget, or set keep: false for {name}",
+        )  # fmt: skip
 
 
 # --- metrics
@@ -365,8 +495,21 @@ def metrics(
     yield counter("cache_evicted_files", text, totals.evicted_files)
     text = "Bytes that scrubs have read from the store."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
-    yield from scrubs.metrics(datasets)
+    yield from _scrub_metrics(datasets)
     hanging = kit.processes.hanging()
     yield gauge(
         "children_abandoned", "Processes that hang in the kernel after their deadline.", hanging
     )
+
+
+def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
+    each = dict(sorted(datasets.items()))
+    text = "Datasets whose view shows the source until their stored files are verified."
+    yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
+    ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
+    text = "Unix time at which the last whole scrub of a dataset ended, of the dataset where that "
+    text += "is longest ago; no series before the first scrub."
+    yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
+    bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
+    text = "Damaged files and directories that scrubs found in the store."
+    yield counter("cache_scrub_bad", text, bad, "dataset")

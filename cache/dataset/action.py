@@ -43,7 +43,7 @@ class Facts:
     job_there: bool  # queued or running
     refresh_due: bool
     source_needed: bool  # a job needs it
-    source_held: bool  # the agent may have mounted something of it
+    source_mounted: bool  # the agent may have mounted something of it
     unfit: bool = False  # an overlay would lose files of the source
     bad: bool = False  # bad files may be in the tree, or its source has come back to replace them
     volumes: bool = False  # pods have volumes that show its tree: it is not discarded
@@ -61,7 +61,7 @@ def next_action(facts: Facts) -> Action:
         if facts.reach_due:
             return Action.REACH  # is it still the source that was filled from?
         # A mounted source costs memory (the cache of ceph-fuse) and keeps devices busy.
-        release = facts.source_held and not facts.source_needed
+        release = facts.source_mounted and not facts.source_needed
         return Action.RELEASE if release else Action.NOTHING
     if not facts.reached:
         return Action.REACH if facts.reach_due else Action.NOTHING

@@ -63,7 +63,7 @@ async def rollback(succession: Succession) -> None:
 
 def _damaged(dataset: Dataset) -> list[Generation]:
     """Those that retire for their bad files."""
-    return [each for each in dataset.left if each.record.damaged]
+    return [each for each in dataset.retired if each.record.damaged]
 
 
 async def rescan(succession: Succession) -> None:
@@ -116,7 +116,7 @@ async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None
     kept = {each.id for each in dataset.every_generation() if each not in _damaged(dataset)}
     async with dataset.lock:
         if check and wanted.id not in kept:
-            dataset.source_held = True
+            dataset.source_mounted = True
             await wanted.source.reach(dataset.cache.source_timeout, serve=False)
         instead = snapshot_of(dataset.settings.source)
         dataset.chosen = {"snapshot": snapshot, "instead": instead}

@@ -30,7 +30,7 @@ import kit.errors
 import kit.formats
 from cache.dataset import due, hits, kept, standing
 from cache.dataset.action import Action, Facts, next_action
-from cache.dataset.figures import Figures, Job, Loss, Scrub, Scrubs, Verification
+from cache.dataset.figures import Job, Loss, Scrub, Scrubs, Verification
 from cache.dataset.generation import STORE_SECONDS, Generation, folder_name, named
 from cache.settings import CacheSettings, DatasetSettings, Source, ViewAccessSettings, snapshot_of
 from cache.sources import base, kinds
@@ -83,12 +83,10 @@ class Dataset(standing.Standing):
         self.store = os.path.realpath(cache.store)
         self.state_dir = state_dir
         self.current = self.generation_of(settings.source)
-        self.coming: Generation | None = None  # is filled, and follows the current one
         self.earlier: list[Generation] = []  # complete ones to go back to, the latest first
-        self.left: list[Generation] = []  # are to be discarded when nobody uses them
+        self.retired: list[Generation] = []  # are to be discarded when nobody uses them
         self.no_room = False  # beyond a budget: no earlier generation is kept
-        self.earlier_held = False  # somebody uses the one that is to go next
-        self.update_queued = False
+        self.earlier_used = False  # somebody uses the one that is to go next
         self.chosen: dict[str, str] = {}  # by an operator (cache.dataset.succession)
         self.changed: Callable[[], None] = lambda: None  # whenever it is woken
         self.stage = Stage.NONE
@@ -104,7 +102,6 @@ class Dataset(standing.Standing):
         self.notes: list[str] = []
         self.refreshes = self.evicted = self.freed = 0  # since the start; files and their SSD bytes
         # Jobs: what is asked for, what runs, and when a fill may be asked for again.
-        self.fill_queued = False
         self.verification = Verification()
         self.job: Job | None = None
         self.soundness = soundness.Soundness()  # all datasets share one
@@ -121,26 +118,13 @@ class Dataset(standing.Standing):
         self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
         self.server = ""  # its source's file system at the last look (``base.Reached``)
-        self.source_held = True  # an earlier agent may have left it mounted
+        self.source_mounted = True  # an earlier agent may have left it mounted
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
         self.looks = asyncio.Semaphore()  # all datasets share one
         self.mounts = mountinfo.Table()  # all datasets share one
 
-    @property
-    def name(self) -> str:
-        return self.settings.name
-
-    # --- what the view shows: shorthands of ``current``
-
-    @property
-    def generation(self) -> generations.Generation:
-        """Its generation.json."""
-        return self.current.record
-
-    @generation.setter
-    def generation(self, record: generations.Generation) -> None:
-        self.current.record = record
+    # --- what the view shows: more shorthands of ``current``
 
     @property
     def folder(self) -> str:
@@ -153,18 +137,6 @@ class Dataset(standing.Standing):
     @property
     def source(self) -> base.Source:
         return self.current.source
-
-    @property
-    def reached(self) -> base.Reached | None:
-        return self.current.reached
-
-    @property
-    def figures(self) -> Figures:
-        return self.current.figures
-
-    @figures.setter
-    def figures(self, figures: Figures) -> None:
-        self.current.figures = figures
 
     def generation_of(self, place: Source, scan: str = "") -> Generation:
         """One of this dataset whose source is at ``place``, perhaps in another snapshot.
@@ -182,8 +154,8 @@ class Dataset(standing.Standing):
 
     def every_generation(self) -> list[Generation]:
         """All that it has, the current one first."""
-        coming = [] if self.coming is None else [self.coming]
-        return [self.current, *coming, *self.earlier, *self.left]
+        next_one = [] if self.next is None else [self.next]
+        return [self.current, *next_one, *self.earlier, *self.retired]
 
     def before(self, target: Generation) -> Generation | None:
         """The generation with which ``target`` shares files, if it is still there."""
@@ -199,10 +171,10 @@ class Dataset(standing.Standing):
         if old.record.state == "complete":
             self.earlier.insert(0, old)
         elif old.record.state != "new":
-            self.left.append(old)
-        self.coming = None if self.coming is new else self.coming
+            self.retired.append(old)
+        self.next = None if self.next is new else self.next
         self.current, self.verification = new, Verification()
-        self.fill_queued = False
+        old.queued = new.queued = False
         self.stage = Stage.UNKNOWN if self.stage is not Stage.NONE else Stage.NONE
 
     def refuse_change(self) -> None:
@@ -324,10 +296,14 @@ class Dataset(standing.Standing):
         if self.newer is not None:
             raise self.newer
 
-    async def change(self, **changes: Any) -> None:
-        """Change generation.json of the current generation durably."""
+    def due_of(self, target: Generation) -> due.Due:
+        """When a fill of ``target`` is due."""
+        return self.due if target is self.current else target.due
+
+    async def change(self, of: Generation | None = None, /, **changes: Any) -> None:
+        """Change generation.json of a generation durably; None: of the current one."""
         was = self.whole()
-        await self.current.change(**changes)
+        await (of or self.current).change(**changes)
         if was and not self.whole():
             await self.tell_loss()
 
@@ -369,16 +345,6 @@ class Dataset(standing.Standing):
         usable = self.no_store is None and not self.suspect
         return self.generation.state == "complete" and usable
 
-    @property
-    def suspect(self) -> bool:
-        """The disk has failed since its files were verified: the view shows the source."""
-        return self.soundness.suspects(self.generation)
-
-    @property
-    def why_suspect(self) -> str:
-        before = self.soundness.lost or "the SSD had errors"
-        return f"{before}: stored files are verified before they are used again"
-
     def _check_interval(self) -> float:
         return self.cache.source_check if self.source.replaceable else math.inf
 
@@ -404,14 +370,14 @@ class Dataset(standing.Standing):
             and unfinished
             and (not generation.held or generation.evicting)
             and not (self.removed or self.unsure)
-            and self.coming is None
+            and self.next is None
             and self.due.fill(),
-            job_there=self.fill_queued or self.job is not None,
+            job_there=self.current.queued or self.job is not None,
             refresh_due=self.due.refresh(),
-            source_held=self.source_held,
+            source_mounted=self.source_mounted,
             source_needed=self.verification.pending
             or self.job is not None
-            or self.coming is not None
+            or self.next is not None
             or self.comparing
             or self.settings.freshness == "follow",
             bad=self._has_bad_files(),
@@ -461,14 +427,14 @@ class Dataset(standing.Standing):
             case Action.RENEW:
                 await self._renew()
             case Action.QUEUE:
-                self.fill_queued = True
+                self.current.queued = True
                 self.ask_jobs()
             case Action.REFRESH:
                 await self.refresh()
             case Action.RELEASE:
                 self.current.reached = None
                 await self.source.release()
-                self.source_held = False
+                self.source_mounted = False
         return True
 
     async def _withdraw(self) -> bool:
@@ -498,7 +464,7 @@ class Dataset(standing.Standing):
         ``serve``: jobs are to read it soon, although the store serves them now.
         """
         self.due.looking()
-        self.source_held = True
+        self.source_mounted = True
         async with self.looks:
             serve = serve or not self._served_by_store()
             other = await self.current.reach(self.cache.source_timeout, serve=serve)
@@ -624,7 +590,7 @@ class Dataset(standing.Standing):
         """The store's disk has got into trouble, or out of it."""
         self.no_store = why
         if why is not None or self.suspect:
-            self.fill_queued = False
+            self.current.queued = False
             self.due.suspect()
             if self.job is not None and self.job.kind != "verify":  # that finds what is bad
                 self._end_job()
@@ -658,14 +624,14 @@ class Dataset(standing.Standing):
                     raise
                 self.stage = Stage.NONE
                 self.removed, self.unsure, self._allowed = True, "", None
-            self.fill_queued = False
+            self.current.queued = False
         await self.stop()
         async with self.lock:
             for each in self.every_generation():
                 await kit.child.call(
                     generations.discard, self.store, each.folder, deadline=STORE_SECONDS
                 )
-            self.coming, self.earlier, self.left, self.update_queued = None, [], [], False
+            self.next, self.earlier, self.retired = None, [], []
             self.current.begin_anew()
             self.trouble = self.current.reached = None
             await self.source.release()

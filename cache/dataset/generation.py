@@ -56,14 +56,10 @@ class Generation:
         snapshot: str = "",
         scan: str = "",
     ) -> None:
-        """``may_change``: raises AgentError while nothing may be written to the store.
-
-        ``scan``: which listing of a source without snapshots it is of; '' the first one.
-        """
+        """``may_change``: raises AgentError while nothing may be written to the store."""
         self.dataset = dataset
         self.source = source
         self.folder = folder
-        self.scan = scan
         record = generations.new(dataset, named(source, scan))
         self.record = dataclasses.replace(record, snapshot=snapshot)
         self.reached: base.Reached | None = None
@@ -71,6 +67,7 @@ class Generation:
         self.gone = False  # its snapshot did not exist when it was asked for last
         self.unproven = ""  # why what is stored may be of another source
         self.due = due.Due()  # while it is to follow the one that serves
+        self.queued = False  # its fill is asked for
         self.fits = False  # as much of it is stored as there is room for now
         self.leaves = False  # bad files are in its tree: what is mounted by its id shows its source
         self.hidden = False  # bad files on its list were taken out of its tree
@@ -81,6 +78,11 @@ class Generation:
     def id(self) -> str:
         """Its name below the dataset: in the store, the API and ``by-id``."""
         return os.path.basename(self.folder)
+
+    @property
+    def scan(self) -> str:
+        """Which listing of a source without snapshots it is of; '' the first one."""
+        return str(json.loads(self.record.identity).get("scan", ""))
 
     @property
     def layer(self) -> str:

@@ -40,7 +40,7 @@ def suspect(dataset: Dataset, shown: Container[str]) -> list[Generation]:
     The current one leaves when its view has left. What a frozen source had earlier only the store
     has: that stays.
     """
-    others = [] if dataset.settings.freshness == "frozen" else [*dataset.earlier, *dataset.left]
+    others = [] if dataset.settings.freshness == "frozen" else [*dataset.earlier, *dataset.retired]
     mine = [dataset.current] if dataset.stage is Stage.SOURCE else []
     return [each for each in (*mine, *others) if each.id in shown and suspects(dataset, each)]
 
@@ -53,7 +53,7 @@ async def leave(dataset: Dataset, leaving: Generation) -> None:
     if leaving is dataset.current:
         await kit.child.call(by_id.fall_back, dataset.view, leaving.id, deadline=VIEW_SECONDS)
     else:
-        dataset.source_held = True
+        dataset.source_mounted = True
         async with dataset.looks:
             reached = await leaving.source.reach(dataset.cache.source_timeout, serve=True)
         if other := identity.difference(leaving.record.marks, reached.marks):
@@ -71,7 +71,7 @@ async def outdated(dataset: Dataset, back: Generation) -> str:
 
     One whose source does not answer serves from the store, as the current one would.
     """
-    dataset.source_held = True
+    dataset.source_mounted = True
     with contextlib.suppress(kit.errors.SourceError):
         async with dataset.looks:
             return await back.reach(dataset.cache.source_timeout, serve=False)
@@ -84,7 +84,7 @@ async def found_also(dataset: Dataset, found: protocol.VerifyEnd) -> int:
     The pass has put them on their lists.
     """
     count = 0
-    for each in [*dataset.earlier, *dataset.left]:
+    for each in [*dataset.earlier, *dataset.retired]:
         if bad := found.also.get(each.folder, 0):
             count += bad
             await retire(dataset, each, each.record.damaged + bad)
@@ -97,8 +97,8 @@ async def retire(dataset: Dataset, each: Generation, damaged: int) -> None:
     async with dataset.lock:
         if each in dataset.earlier:
             dataset.earlier.remove(each)
-            dataset.left.append(each)
-        elif each not in dataset.left:
+            dataset.retired.append(each)
+        elif each not in dataset.retired:
             return  # it serves again, or has gone: another one looks after it
         each.leaves = True
         why = f"{damaged} files of it were bad on the SSD"
@@ -112,7 +112,7 @@ async def retire(dataset: Dataset, each: Generation, damaged: int) -> None:
 
 def tainted(dataset: Dataset) -> Generation | None:
     """One that retires with bad files in its tree."""
-    return next((each for each in dataset.left if each.leaves), None)
+    return next((each for each in dataset.retired if each.leaves), None)
 
 
 async def take_out(dataset: Dataset) -> bool:
@@ -128,11 +128,11 @@ async def take_out(dataset: Dataset) -> bool:
     return not retired.leaves
 
 
-async def spoiled(coming: Generation) -> bool:
+async def spoiled(next_one: Generation) -> bool:
     """Whether files that an update has linked were found bad since: those are filled anew."""
-    if not await coming.has_bad_files():
+    if not await next_one.has_bad_files():
         return False
-    coming.fits = False
-    await coming.change(state="filling", why="files that it shares were bad on the SSD")
-    coming.due.fill_soon()
+    next_one.fits = False
+    await next_one.change(state="filling", why="files that it shares were bad on the SSD")
+    next_one.due.fill_soon()
     return True

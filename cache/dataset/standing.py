@@ -4,9 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import kit.errors
 from cache.dataset.figures import Eviction, Figures, Job, Loss, Scrubs, Totals, Use
+from cache.dataset.generation import Generation
 from cache.dataset.hits import Hits
+from cache.settings import DatasetSettings
 from cache.sources import base
 from cache.store import generations, identity, sample
+from cache.store.soundness import Soundness
 from cache.views.view import Stage
 from kit.findings import Finding, Severity
 
@@ -47,8 +50,10 @@ class Standing:
     trouble: kit.errors.AgentError | None
     job: Job | None
     stage: Stage
-    fill_queued: bool
-    update_queued: bool
+    settings: DatasetSettings
+    current: Generation  # the one that the view shows
+    next: Generation | None = None  # is filled, and follows the current one
+    soundness: Soundness
     evicted: int
     scrubs: Scrubs
     leaving = False  # it is about to be removed
@@ -67,28 +72,48 @@ class Standing:
 
     @property
     def name(self) -> str:
-        raise NotImplementedError
+        return self.settings.name
+
+    # --- what the view shows: shorthands of ``current``
 
     @property
     def generation(self) -> generations.Generation:
-        raise NotImplementedError
+        """Its generation.json."""
+        return self.current.record
 
-    @property
-    def suspect(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def why_suspect(self) -> str:
-        """Why, when it is."""
-        raise NotImplementedError
+    @generation.setter
+    def generation(self, record: generations.Generation) -> None:
+        self.current.record = record
 
     @property
     def reached(self) -> base.Reached | None:
-        raise NotImplementedError
+        return self.current.reached
 
     @property
     def figures(self) -> Figures:
-        raise NotImplementedError
+        return self.current.figures
+
+    @figures.setter
+    def figures(self, figures: Figures) -> None:
+        self.current.figures = figures
+
+    # --- how it stands
+
+    @property
+    def suspect(self) -> bool:
+        """The disk has failed since its files were verified: the view shows the source."""
+        return self.soundness.suspects(self.generation)
+
+    @property
+    def why_suspect(self) -> str:
+        before = self.soundness.lost or "the SSD had errors"
+        return f"{before}: stored files are verified before they are used again"
+
+    def queued(self) -> Generation | None:
+        """The generation whose fill is asked for and has not begun; the current one first."""
+        if self.next is None or self.current.queued:
+            return self.current if self.current.queued else None
+        return self.next if self.next.queued else None
 
     def listed(self) -> bool:
         """Whether an overlay can be shown: every directory is in the tree. Of a block image: there
@@ -138,7 +163,7 @@ class Standing:
             return generation.state
         if self.reached is None:
             return "waiting"
-        if self.fill_queued:
+        if self.current.queued:
             return "queued"
         return "failed" if generation.why else "cold"
 
@@ -159,7 +184,7 @@ class Standing:
 
     def waits_for(self) -> str:
         """For whom its fill waits, and that dataset's priority; '' when it does not."""
-        queued = (self.fill_queued or self.update_queued) and self.job is None
+        queued = self.queued() is not None and self.job is None
         return self.ahead(self.name) if queued else ""
 
     def why(self) -> str:

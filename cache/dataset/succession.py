@@ -1,8 +1,8 @@
 """How one generation of a dataset follows another: update, switch, rollback, retirement.
 
 ``Succession.follow`` is a loop beside that of the dataset: collect the facts, let
-``versions.next_step`` choose, do that one step. It fills nothing itself: ``cache.work.jobs`` does,
-and the generation that serves goes on serving meanwhile.
+``update_step.next_step`` choose, do that one step. It fills nothing itself: ``cache.work.jobs``
+does, and the generation that serves goes on serving meanwhile.
 
 What is wanted: the snapshot that an operator chose, else the one of the settings, else (``follow``)
 the newest. All of it is kept where it is true: a generation knows since when it served, so a killed
@@ -27,7 +27,7 @@ import kit.errors
 from cache.dataset import due, leaving
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
 from cache.dataset.generation import STORE_SECONDS, Generation, bad_left
-from cache.dataset.versions import FITS, Facts, Step, newest, next_step
+from cache.dataset.update_step import FITS, Facts, Step, newest, next_step
 from cache.settings import at_snapshot, snapshot_of
 from cache.store import generations, identity, subset
 from cache.views import by_id
@@ -82,7 +82,7 @@ class Succession:
             each = dataset.generation_of(dataset.settings.source)
             each.folder = folder
             each.adopt(each.lost(fields))
-            dataset.left.append(each)  # it goes when nobody uses it
+            dataset.retired.append(each)  # it goes when nobody uses it
         if chosen is None or not served:
             if wanted is None:
                 dataset.due.spread_fill(dataset.cache.fill.jitter)
@@ -102,10 +102,10 @@ class Succession:
             # What has served in part, too, as in ``Dataset.succeed``: jobs may hold it.
             if each.record.state == "complete" and each.record.served and not each.leaves:
                 dataset.earlier.append(each)
-            elif dataset.coming or each.record.served or each.record.state == "stale":
-                dataset.left.append(each)
+            elif dataset.next or each.record.served or each.record.state == "stale":
+                dataset.retired.append(each)
             else:
-                dataset.coming = each
+                dataset.next = each
         return chosen[1]
 
     def _known(self, folder: str, fields: dict[str, Any] | None) -> Generation | None:
@@ -187,10 +187,10 @@ class Succession:
         if dataset.settings.freshness == "follow":
             until.append(self._poll_at)
         most = 0 if self._no_room() else dataset.settings.earlier
-        if dataset.left or len(dataset.earlier) > most:
+        if dataset.retired or len(dataset.earlier) > most:
             until.append(self._retire_at)
-        if dataset.coming is not None:
-            until.append(now + dataset.coming.due.patience(complete=False))
+        if dataset.next is not None:
+            until.append(now + dataset.next.due.patience(complete=False))
         if leaving.suspect(dataset, self._shown):
             until.append(self._leave_at)
         if (tainted := leaving.tainted(dataset)) is not None:
@@ -205,8 +205,8 @@ class Succession:
         if self.trouble is None or str(error) != str(self.trouble):
             log.warning("update does not go on", dataset=self.dataset.name, why=str(error))
         self.trouble = error
-        if self.dataset.coming is not None:
-            self.dataset.coming.due.failed()
+        if self.dataset.next is not None:
+            self.dataset.next.due.failed()
         self._retire_at = time.monotonic() + RETIRE_SECONDS
 
     async def _poll(self) -> None:
@@ -219,9 +219,9 @@ class Succession:
         self._poll_at = time.monotonic() + dataset.cache.follow_interval * random.uniform(0.9, 1.1)
         source = dataset.generation_of(at_snapshot(dataset.settings.source, "any")).source
         async with dataset.lock, dataset.looks:
-            dataset.source_held = True
+            dataset.source_mounted = True
             self.found = await source.snapshots(dataset.cache.source_timeout)
-        if dataset.coming is None:
+        if dataset.next is None:
             self.trouble = None
 
     # --- facts
@@ -259,11 +259,11 @@ class Succession:
 
     def facts(self) -> Facts:
         dataset, now = self.dataset, time.monotonic()
-        current, coming = dataset.current, dataset.coming
+        current, next_one = dataset.current, dataset.next
         wanted = (self._wanted() or current).id
         usable = dataset.no_store is None
-        queued = dataset.update_queued
-        left = self._left(wanted)
+        queued = next_one is not None and next_one.queued
+        left = self._retired(wanted)
         if left is not None and (left.record.state == "stale" or left.record.evicting):
             wanted = ""  # not before that is gone: both have one folder
         job = queued or (dataset.job is not None and dataset.job.kind == "update")
@@ -279,45 +279,45 @@ class Succession:
             current_busy=current.record.state in ("new", "filling")
             and not current.record.held
             and dataset.reached is not None,
-            coming=coming.id if coming is not None and usable else "",
-            coming_state=self._coming_state(),
+            next=next_one.id if next_one is not None and usable else "",
+            next_state=self._coming_state(),
             outlived=self._is_outlived(),
-            reached=coming is not None and coming.reached is not None,
-            lost=coming is not None and coming.reached is None and self.trouble is not None,
-            reach_due=coming is not None and coming.due.look(complete=False),
-            fill_due=coming is not None and coming.due.fill(),
+            reached=next_one is not None and next_one.reached is not None,
+            lost=next_one is not None and next_one.reached is None and self.trouble is not None,
+            reach_due=next_one is not None and next_one.due.look(complete=False),
+            fill_due=next_one is not None and next_one.due.fill(),
             job_there=job,
             earlier=tuple(each.id for each in dataset.earlier),
             keep=dataset.settings.earlier,
             no_room=self._no_room(),
             retire_due=now >= self._retire_at and usable and not self._shares(),
             shown=not usable or complete <= self._shown or not self._may_show(),
-            left=bool(dataset.left),
+            retired=bool(dataset.retired),
         )
 
     def _may_show(self) -> bool:
         return self.dataset.hidden is None and self.dataset.due.mount()
 
-    def _left(self, name: str) -> Generation | None:
+    def _retired(self, name: str) -> Generation | None:
         """The generation of that id that is to be discarded, if it is still there."""
-        return next((each for each in self.dataset.left if each.id == name), None)
+        return next((each for each in self.dataset.retired if each.id == name), None)
 
     def _coming_state(self) -> str:
-        dataset, coming = self.dataset, self.dataset.coming
-        if coming is None:
+        dataset, next_one = self.dataset, self.dataset.next
+        if next_one is None:
             return ""
-        may_go = bool(dataset.earlier or dataset.left) and not dataset.earlier_held
-        fits = coming.record.state == "partial" and coming.fits and not may_go
-        return FITS if fits else coming.record.state
+        may_go = bool(dataset.earlier or dataset.retired) and not dataset.earlier_used
+        fits = next_one.record.state == "partial" and next_one.fits and not may_go
+        return FITS if fits else next_one.record.state
 
     def _is_outlived(self) -> bool:
-        """The snapshot that serves is gone, and it lacks files, or keeps the one that comes from
+        """The snapshot that serves is gone, and it lacks files, or keeps the next one from
         being listed: neither has what the other waits for."""
-        dataset, coming = self.dataset, self.dataset.coming
-        if coming is None or coming.source.block or not dataset.current.gone:
+        dataset, next_one = self.dataset, self.dataset.next
+        if next_one is None or next_one.source.block or not dataset.current.gone:
             return False
-        may_go = bool(dataset.earlier or dataset.left) and not dataset.earlier_held
-        stuck = coming.record.state == "partial" and not coming.figures.failed and not may_go
+        may_go = bool(dataset.earlier or dataset.retired) and not dataset.earlier_used
+        stuck = next_one.record.state == "partial" and not next_one.figures.failed and not may_go
         return dataset.generation.state != "complete" or stuck
 
     def _shares(self) -> bool:
@@ -327,12 +327,12 @@ class Succession:
         return fills and dataset.before(dataset.current) is not None
 
     def _no_room(self) -> bool:
-        """The generation that comes lacks room, or the current one: no earlier one is kept."""
-        coming, now = self.dataset.coming, self.dataset.generation
+        """The next generation lacks room, or the current one: no earlier one is kept."""
+        next_one, now = self.dataset.next, self.dataset.generation
         room = self.dataset.current.lacks_room() or now.share < subset.ALL
         lacks = now.state in ("partial", "filling") and room
-        if coming is not None and coming.record.state == "partial":
-            lacks = lacks or coming.record.left_files > 0
+        if next_one is not None and next_one.record.state == "partial":
+            lacks = lacks or next_one.record.left_files > 0
         return self.dataset.no_room or lacks
 
     def _complete(self) -> set[str]:
@@ -386,17 +386,18 @@ class Succession:
             case Step.REACH:
                 await self._reach()
             case Step.QUEUE:
-                dataset.update_queued = True
+                assert dataset.next is not None
+                dataset.next.queued = True
                 dataset.ask_jobs()
             case Step.SWITCH | Step.BACK if busy:
                 return False  # its result is of the current generation; its end wakes this loop
             case Step.SWITCH:
-                assert dataset.coming is not None
-                coming = dataset.coming
-                if outlived and await coming.has_bad_files():  # they go before it is shown
-                    await coming.change(damaged=max(1, coming.record.damaged))
-                if outlived or not await leaving.spoiled(coming):
-                    await self._switch(coming)
+                assert dataset.next is not None
+                next_one = dataset.next
+                if outlived and await next_one.has_bad_files():  # they go before it is shown
+                    await next_one.change(damaged=max(1, next_one.record.damaged))
+                if outlived or not await leaving.spoiled(next_one):
+                    await self._switch(next_one)
             case Step.BACK:
                 assert new is not None
                 back = next(each for each in dataset.earlier if each.id == new.id)
@@ -406,8 +407,8 @@ class Succession:
                 else:
                     await self._switch(back)
             case Step.DROP:
-                assert dataset.coming is not None
-                await self._give_up(dataset.coming)
+                assert dataset.next is not None
+                await self._give_up(dataset.next)
             case Step.SHOW:
                 await self._show()
             case Step.RETIRE:
@@ -416,12 +417,12 @@ class Succession:
 
     async def _begin(self, new: Generation) -> None:
         dataset = self.dataset
-        dataset.fill_queued = False
+        dataset.current.queued = False
         if dataset.job is not None and dataset.job.kind == "fill":
             await dataset.job.cancel()
-        if (left := self._left(new.id)) is not None:  # wanted again: it goes on where it was
-            dataset.left.remove(left)
-            dataset.coming, left.fits = left, False
+        if (left := self._retired(new.id)) is not None:  # wanted again: it goes on where it was
+            dataset.retired.remove(left)
+            dataset.next, left.fits = left, False
             left.due.retry_now()
             log.info("update goes on", dataset=dataset.name, snapshot=left.record.snapshot)
             return
@@ -429,7 +430,7 @@ class Succession:
         shares = now.state in ("complete", "partial")
         share = subset.ALL if now.held or new.source.block else now.share
         await new.change(before=dataset.current.id if shares else "", share=share)
-        dataset.coming = new
+        dataset.next = new
         self._spread(new.due)
         log.info("update begins", dataset=dataset.name, snapshot=new.record.snapshot)
 
@@ -438,19 +439,19 @@ class Succession:
             fill.spread_fill(self.dataset.cache.fill.jitter)
 
     async def _reach(self) -> None:
-        dataset, coming = self.dataset, self.dataset.coming
-        assert coming is not None
-        coming.due.looking()
-        dataset.source_held = True
+        dataset, next_one = self.dataset, self.dataset.next
+        assert next_one is not None
+        next_one.due.looking()
+        dataset.source_mounted = True
         async with dataset.looks:
-            other = await coming.reach(dataset.cache.source_timeout, serve=False)
-        if not other and dataset.job is None and coming.record.state != "new":
-            found = await coming.resembles(dataset.cache.source_timeout)
+            other = await next_one.reach(dataset.cache.source_timeout, serve=False)
+        if not other and dataset.job is None and next_one.record.state != "new":
+            found = await next_one.resembles(dataset.cache.source_timeout)
             other = found["why"]
-        coming.due.answered(IDLE_SECONDS)
+        next_one.due.answered(IDLE_SECONDS)
         self.trouble = None
         if other:
-            await self._begin_anew(coming, other)
+            await self._begin_anew(next_one, other)
 
     async def _switch(self, new: Generation) -> None:
         """From here on ``new`` serves. Durable first: a killed agent's successor publishes it."""
@@ -496,28 +497,29 @@ class Succession:
 
     async def _end_update(self) -> None:
         dataset = self.dataset
-        dataset.update_queued = False
+        if dataset.next is not None:
+            dataset.next.queued = False
         if dataset.job is not None and dataset.job.kind == "update":
             await dataset.job.cancel()
 
-    async def _give_up(self, coming: Generation) -> None:
+    async def _give_up(self, next_one: Generation) -> None:
         await self._end_update()
-        await self._part_with(coming)
+        await self._part_with(next_one)
 
-    async def _begin_anew(self, coming: Generation, why: str) -> None:
+    async def _begin_anew(self, next_one: Generation, why: str) -> None:
         log.warning("update begins anew", dataset=self.dataset.name, why=why)
-        if coming.record.served:
-            await coming.change(state="stale", why=f"the source is another one now: {why}")
-        await self._part_with(coming)
+        if next_one.record.served:
+            await next_one.change(state="stale", why=f"the source is another one now: {why}")
+        await self._part_with(next_one)
 
-    async def _part_with(self, coming: Generation) -> None:
+    async def _part_with(self, next_one: Generation) -> None:
         """Discard it; one that has served goes when nobody uses it any more."""
         dataset = self.dataset
-        if not coming.record.served:
-            await self._discard(coming)
+        if not next_one.record.served:
+            await self._discard(next_one)
             return
-        dataset.coming = None
-        dataset.left.append(coming)
+        dataset.next = None
+        dataset.retired.append(next_one)
 
     async def _show(self) -> None:
         dataset = self.dataset
@@ -534,7 +536,7 @@ class Succession:
         """Discard what is left over, or the earliest generation, unless it is used."""
         dataset = self.dataset
         self._retire_at = time.monotonic() + RETIRE_SECONDS
-        oldest = [*dataset.left, *reversed(dataset.earlier)][0]
+        oldest = [*dataset.retired, *reversed(dataset.earlier)][0]
         found = await kit.child.call(
             by_id.users, dataset.view, oldest.id, oldest.layer, deadline=USERS_SECONDS
         )
@@ -543,7 +545,7 @@ class Succession:
             self._shown.discard(oldest.id)
             found = [] if gone else ["a process uses it by its id"]
         self.users = {oldest.id: found} if found else {}
-        dataset.earlier_held = bool(found)
+        dataset.earlier_used = bool(found)
         if not found:
             if dataset.scrubbing is not None:  # perhaps of this one
                 await dataset.scrubbing.cancel()
@@ -553,19 +555,19 @@ class Succession:
     async def _discard(self, old: Generation) -> None:
         dataset = self.dataset
         await kit.child.call(generations.discard, dataset.store, old.folder, deadline=STORE_SECONDS)
-        dataset.coming = None if dataset.coming is old else dataset.coming
+        dataset.next = None if dataset.next is old else dataset.next
         dataset.earlier = [each for each in dataset.earlier if each is not old]
-        dataset.left = [each for each in dataset.left if each is not old]
-        if dataset.coming is not None:
-            dataset.coming.fits = False  # there is more room in a moment
+        dataset.retired = [each for each in dataset.retired if each is not old]
+        if dataset.next is not None:
+            dataset.next.fits = False  # there is more room in a moment
         log.info("generation discarded", dataset=dataset.name, snapshot=old.record.snapshot)
         self._discarded()
 
     def insist(self) -> None:
         """An operator has chosen: what is under way is given up for it."""
         self._poll_at, self._insists = 0.0, True
-        if self.dataset.coming is not None:
-            self.dataset.coming.due.retry_now()
+        if self.dataset.next is not None:
+            self.dataset.next.due.retry_now()
         self.dataset.wake()
 
 

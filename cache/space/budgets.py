@@ -31,8 +31,8 @@ LOOK_SECONDS = 10.0  # between two tries to take out what is beyond a budget
 GAVE_SECONDS = 900.0
 FIRST = 1 / 256  # of the node's budget: what a dataset is given to be listed
 LEAST = 2**20  # the same, in SSD bytes
-LISTING = 16  # the part of a dataset that gives way for the list of the generation that comes
-MOST_LISTINGS = 3  # so many parts, for one that comes
+LISTING = 16  # the part of a dataset that gives way for the list of the next generation
+MOST_LISTINGS = 3  # so many parts, for the next generation
 BLOCK = 4096  # SSD bytes that a file takes beside its own, at most
 # SSD bytes that are left over, as a part of what is used, for which a larger share is looked for.
 SPARE = 1 / 32
@@ -71,7 +71,7 @@ class Budgets:
         self.over = False  # something takes more than its budget
         self._look_again = 0.0  # monotonic time from which budgets are looked at again
         self._rounds: dict[str, tuple[int, bool]] = {}  # how many, and whether one shrank
-        self._listed: dict[str, tuple[str, int]] = {}  # the one that comes, and its parts
+        self._listed: dict[str, tuple[str, int]] = {}  # the next one, and its parts
         # What a dataset lacked when others gave: where that changed nothing, they give no more.
         self._lacked: dict[str, tuple[str, int, int]] = {}
         self._kept: dict[str, list[str]] = {}  # what lacks room, '' for the store: what is kept
@@ -109,7 +109,7 @@ class Budgets:
             return False
         gave = await self._make_room(dataset, dataset.current, end)
         # What it shares with an earlier generation takes no room of its own. That one goes first.
-        if dataset.source.block or dataset.earlier or dataset.left:
+        if dataset.source.block or dataset.earlier or dataset.retired:
             return gave
         spare = kept < subset.ALL and end.room > end.used * SPARE and not shrank
         if not (end.short or spare or gave):
@@ -126,33 +126,33 @@ class Budgets:
             dataset.due.fill_later(None)
         return False
 
-    async def has_room_for(self, dataset: Dataset, coming: Generation, end: protocol.End) -> bool:
-        """After a fill of the generation that comes: whether others gave it room to go on.
+    async def has_room_for(self, dataset: Dataset, next_one: Generation, end: protocol.End) -> bool:
+        """After a fill of the next generation: whether others gave it room to go on.
 
         When they gave all they can it ``fits``, unless something else is wrong with it.
         """
         fill = end.fill
         if end.result != "partial" or fill is None or not (fill.left_files or fill.short):
             return False
-        asks = fill.short or coming.record.share == subset.ALL
-        if asks and await self._make_room(dataset, coming, fill):
+        asks = fill.short or next_one.record.share == subset.ALL
+        if asks and await self._make_room(dataset, next_one, fill):
             return True
-        if fill.short and not coming.record.skeleton and not (dataset.earlier or dataset.left):
+        if fill.short and not next_one.record.skeleton and not (dataset.earlier or dataset.retired):
             # Not even listed: the generation that serves takes all there is. What that many parts
             # of it do not hold is no list, so it keeps the rest, and the update waits.
             last, rounds = self._listed.get(dataset.name, ("", 0))
-            rounds = rounds if last == coming.id else 0
+            rounds = rounds if last == next_one.id else 0
             if rounds >= MOST_LISTINGS:
                 return False
-            self._listed[dataset.name] = coming.id, rounds + 1
+            self._listed[dataset.name] = next_one.id, rounds + 1
             before, used = dataset.freed, dataset.used()
             wanted = max(_to_list(dataset), used // LISTING)
             inodes = limits.inodes_of(dataset) // LISTING + 1
             async with self.turn:
                 await self._ask(dataset, UPDATED, subset.Amount(wanted, inodes))
             return dataset.freed > before
-        sound = coming.record.skeleton and not coming.figures.failed
-        coming.fits = sound and not coming.source.block
+        sound = next_one.record.skeleton and not next_one.figures.failed
+        next_one.fits = sound and not next_one.source.block
         return False
 
     def waits_for(self, dataset: Dataset) -> str:
@@ -160,10 +160,10 @@ class Budgets:
         found = ""
         if kept := self.in_the_way(dataset.name):
             found += f"; kept, and so in the way: {', '.join(kept)}"
-        if dataset.coming is not None and dataset.current.gone:
+        if dataset.next is not None and dataset.current.gone:
             now = dataset.generation.snapshot or dataset.current.id
             found += f"; it waits for room that {now} cannot give: its snapshot is gone"
-        old = [each.record.snapshot or each.id for each in (*dataset.earlier, *dataset.left)]
+        old = [each.record.snapshot or each.id for each in (*dataset.earlier, *dataset.retired)]
         return f"{found}; it waits for the room of {', '.join(old)}" if old else found
 
     def lack(self) -> bool:
@@ -246,10 +246,10 @@ class Budgets:
 
         The caller has ``turn``.
         """
-        if dataset.earlier or dataset.left:
+        if dataset.earlier or dataset.retired:
             dataset.no_room = True  # generations that nobody uses go before files of the current
             dataset.wake()
-            if not dataset.earlier_held:
+            if not dataset.earlier_used:
                 return False
         done = False
         try:

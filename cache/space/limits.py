@@ -88,7 +88,7 @@ def share_of(dataset: Dataset) -> victims.Share:
     stopped = stopped and not dataset.source.block
     settled = (record.state in ("complete", "partial") or stopped) and dataset.job is None
     # A generation that is being filled shares files with this one: its figures would be wrong.
-    ready = settled and dataset.coming is None and not dataset.verification.pending
+    ready = settled and dataset.next is None and not dataset.verification.pending
     usable = not dataset.removed and dataset.no_store is None and dataset.newer is None
     has = record.share > 0 and dataset.figures.done_files > 0
     return victims.Share(

@@ -96,7 +96,7 @@ class Evictor:
             log.error("eviction could not run", dataset=dataset.name, why=str(error))
             if dataset.eviction.pending:
                 dataset.eviction = Eviction("failed", why=str(error))
-            dataset.fill_queued = False
+            dataset.current.queued = False
             return False
         return True
 
@@ -105,8 +105,8 @@ class Evictor:
         async with dataset.lock:
             lost = dataset.reached is None or dataset.no_store is not None or dataset.removed
             lost = lost or dataset.generation.state == "stale"
-            if not dataset.fill_queued or not dataset.generation.evicting:
+            if not dataset.current.queued or not dataset.generation.evicting:
                 return
             whole = not lost and await self._withdrawn(dataset)
-            dataset.fill_queued = whole and await self._budgets.finish(dataset)
+            dataset.current.queued = whole and await self._budgets.finish(dataset)
         dataset.wake()

@@ -32,7 +32,7 @@ from cache.space import at_work, budgets, limits, tasks
 from cache.store import subset
 from cache.views.view import Stage
 from cache.work import evictor, slot, withdrawals
-from cache.work.running import UPDATE, Pass
+from cache.work.running import FILL, UPDATE, Pass
 from cache.work.scrub_order import Pace
 
 log = structlog.get_logger("job")
@@ -105,12 +105,12 @@ class Jobs:
         dataset.retry_now()
 
     async def ask(self, dataset: Dataset, *, now: bool = False) -> None:
-        """``warm``, and its next generation too if one comes. An operator's wish counts as use: it
-        may take room from what is unused."""
+        """``warm``, and its next generation too, if there is one. An operator's wish
+        counts as use: it may take room from what is unused."""
         dataset.use = dataclasses.replace(dataset.use, last=max(dataset.use.last, time.time()))
         await self.warm(dataset, now=now)
-        if dataset.coming is not None:
-            dataset.coming.due.retry_now()
+        if dataset.next is not None:
+            dataset.next.due.retry_now()
             dataset.wake()
 
     async def pause(self, dataset: Dataset) -> None:
@@ -135,7 +135,7 @@ class Jobs:
         async with dataset.lock:
             await dataset.change(**changes)
         self.slot.rests(dataset)
-        dataset.fill_queued = False
+        dataset.current.queued = False
         await dataset.stop()
 
     async def verify(self, dataset: Dataset, *, source: bool) -> None:
@@ -201,15 +201,14 @@ class Jobs:
                 return True  # it was asked for just now, and comes first
             if dataset.verification.queued:
                 await self._verify(dataset)
-            elif dataset.fill_queued:
-                await self._fill(dataset)
-            else:
-                await self._update(dataset)
+            elif (target := dataset.queued()) is not None:
+                await self._fill(dataset, target)
         except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
             log.error("job could not run", dataset=dataset.name, why=str(error))
             if dataset.verification.state == "running":
                 dataset.verification = Verification("failed", why=str(error))
-            dataset.fill_queued = dataset.update_queued = False
+            for each in dataset.every_generation():
+                each.queued = False
             return False
         return True
 
@@ -230,10 +229,10 @@ class Jobs:
             dataset.due.fill_again = True
             if dataset.current.lacks_room():
                 dataset.retry_now()
-            if (coming := dataset.coming) is not None:
-                coming.due.fill_again = True
-                if coming.lacks_room():
-                    coming.due.fill_soon()
+            if (next_one := dataset.next) is not None:
+                next_one.due.fill_again = True
+                if next_one.lacks_room():
+                    next_one.due.fill_soon()
                     dataset.wake()
 
     async def _room_was_made(self, *, asked: bool) -> None:
@@ -281,135 +280,103 @@ class Jobs:
 
     # --- fill
 
-    async def _fill(self, dataset: Dataset) -> None:
+    async def _fill(self, dataset: Dataset, target: Generation) -> None:
+        """Fill the generation that serves, or the next one, while that serves."""
+        serves = target is dataset.current
         async with dataset.lock:
             # It stays queued until it runs, or a second fill would be requested.
-            reached = dataset.reached
-            held = dataset.generation.held or dataset.removed or dataset.no_store is not None
-            held = held or dataset.unsure
-            stale = dataset.generation.state == "stale"
-            if reached is None or held or stale or not dataset.fill_queued:
-                dataset.fill_queued = False
-                return  # held, removed, or lost its source or store since it was queued
-            if not await self.withdrawals.finish(dataset) or not await dataset.may_overlay():
-                dataset.fill_queued = False
+            if not target.queued or not await self._may_fill(dataset, target):
+                target.queued = False
                 return
-            before = dataset.before(dataset.current)  # of one that began to serve unfilled
+            before = dataset.before(target)  # perhaps of one that began to serve unfilled
             shared = None if before is None else before.record
-            verified = dataset.soundness.verified(dataset.generation, shared)
-            left = {"left_files": 0, "left_bytes": 0}
-            served = dataset.generation.served or time.time()
-            await dataset.change(state="filling", why="", verified=verified, served=served, **left)
-        task = tasks.fill(dataset, dataset.current, self._limits(dataset, "fill"))
-        dataset.fill_queued = dataset.due.fill_again = False
+            changes: dict[str, Any] = {"left_files": 0, "left_bytes": 0}
+            if serves:
+                changes["served"] = target.record.served or time.time()
+            verified = dataset.soundness.verified(target.record, shared)
+            await dataset.change(target, state="filling", why="", verified=verified, **changes)
+        kind = FILL if serves else UPDATE
+        task = tasks.fill(dataset, target, self._limits(dataset, kind, target))
+        target.queued = dataset.due_of(target).fill_again = False
         try:
-            end = await self._run(dataset, "fill", task)
-            dataset.fill_queued = await self._fill_ended(dataset, end)
+            end = await self._run(dataset, kind, task, target)
+            await self._fill_ended(dataset, target, end, serves=serves)
         finally:
             dataset.job = None
             dataset.wake()
 
-    async def _fill_ended(self, dataset: Dataset, end: protocol.End) -> bool:
-        """Note the outcome; whether it is to go on as soon as it is its turn."""
-        goes_on = dataset.gave_way
-        log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
+    async def _may_fill(self, dataset: Dataset, target: Generation) -> bool:
+        """Whether it still may, and no bad file is left in it. The caller has the lock."""
+        if target.reached is None or dataset.removed or dataset.no_store is not None:
+            return False
+        if target is dataset.current:
+            if target.record.held or target.record.state == "stale" or dataset.unsure:
+                return False
+            return await self.withdrawals.finish(dataset) and await dataset.may_overlay()
+        if target is not dataset.next:
+            return False
+        if dataset.generation.damaged:
+            await self.withdrawals.finish(dataset)  # jobs read it meanwhile
+        if await self.withdrawals.finish_next(dataset, target):
+            return True
+        target.due.fill_later(None)
+        return False
+
+    async def _fill_ended(
+        self, dataset: Dataset, target: Generation, end: protocol.End, *, serves: bool
+    ) -> None:
+        """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
+        times = dataset.due if serves else target.due
+        event = "fill ended" if serves else "update ended"
+        log.info(event, dataset=dataset.name, result=end.result, why=end.why)
+        goes_on, refused = dataset.gave_way, end.result in ("refused", "crossed")
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
-            changes |= dataset.figures.counts() | end.fill.record()
+            changes |= target.figures.counts() | end.fill.record()
         if end.result in ("complete", "partial"):
-            changes |= {"refused": "", "crossed": ""}
+            changes |= {"state": end.result, "refused": "", "crossed": ""}
+            times.filled()
+            if end.result == "complete" or not serves:
+                changes["completed"] = time.time()
         match end.result:
             case "complete":
-                changes |= {"state": "complete", "completed": time.time(), "wanted": False}
-                if dataset.stage is Stage.STORE:
+                changes["wanted"] = False
+                if serves and dataset.stage is Stage.STORE:
                     withdrawals.shows_old_blocks(dataset)
-                dataset.due.filled()
                 self.slot.ended_well(dataset)
-            case "partial":
-                changes |= {"state": "partial"}  # it is tried again, also by the next agent
-                dataset.due.fill_later(due.PARTIAL_SECONDS)
-                dataset.due.filled()
-                goes_on = await self.budgets.share_changes(dataset, end.fill)
-            case "failed":
-                dataset.due.fill_later(None)
-                dataset.due.suspect()
+            case "partial":  # it is tried again, also by the next agent
+                times.fill_later(due.PARTIAL_SECONDS)
+                if serves:
+                    goes_on = await self.budgets.share_changes(dataset, end.fill)
+                else:
+                    goes_on = await self.budgets.has_room_for(dataset, target, end)
+            case "failed" if serves:
+                times.fill_later(None)
+                times.suspect()
+            case _ if not serves:
+                if refused:
+                    why = standing.unfit(**{end.result: end.why})
+                    changes |= {"refused": "", "crossed": "", end.result: end.why, "why": why}
+                if not goes_on:
+                    target.reached = None
+                    times.fill_later(None)
         async with dataset.lock:
+            if not serves and dataset.next is not target:
+                return
             if end.result == "partial":
-                if goes_on or _fits_now(dataset.due, end):
-                    changes, goes_on = {"state": "filling"}, True
-                    dataset.due.fill_soon()
+                if goes_on or _fits_now(times, end):
+                    changes, goes_on, target.fits = {"state": "filling"}, True, False
+                    times.fill_soon()
                 else:
                     changes["why"] += self.budgets.waits_for(dataset)
                     self.slot.rests(dataset)
-            if dataset.generation.state != "stale":  # found to be while it ran
-                await dataset.change(**changes)
-                if end.result in ("refused", "crossed"):
+            if target.record.state != "stale":  # found to be while it ran
+                await dataset.change(target, **changes)
+                if serves and refused:
                     await dataset.refused_by_source(**{end.result: end.why})
-            dataset.want_refresh()
-        now = dataset.generation
-        held = now.held or now.state == "stale" or dataset.removed or dataset.coming is not None
-        return goes_on and not (held or dataset.suspect or dataset.no_store is not None)
-
-    async def _update(self, dataset: Dataset) -> None:
-        """Fill the generation that comes."""
-        coming = dataset.coming
-        async with dataset.lock:
-            wanted = dataset.update_queued and not dataset.removed and dataset.no_store is None
-            if coming is None or coming.reached is None or not wanted:
-                dataset.update_queued = False
-                return
-            if dataset.generation.damaged:
-                await self.withdrawals.finish(dataset)  # jobs read it meanwhile
-            if not await self.withdrawals.finish_coming(dataset, coming):
-                dataset.update_queued = False
-                coming.due.fill_later(None)
-                return
-            before = dataset.before(coming)
-            shared = None if before is None else before.record
-            verified = dataset.soundness.verified(coming.record, shared)
-            left = {"left_files": 0, "left_bytes": 0}
-            await coming.change(state="filling", why="", verified=verified, **left)
-        task = tasks.fill(dataset, coming, self._limits(dataset, UPDATE, coming))
-        dataset.update_queued = coming.due.fill_again = False
-        try:
-            end = await self._run(dataset, UPDATE, task, coming)
-            await self._update_ended(dataset, coming, end)
-        finally:
-            dataset.job = None
-            dataset.wake()
-
-    async def _update_ended(self, dataset: Dataset, coming: Generation, end: protocol.End) -> None:
-        """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
-        log.info("update ended", dataset=dataset.name, result=end.result, why=end.why)
-        changes: dict[str, Any] = {"why": end.why, "refused": "", "crossed": ""}
-        goes_on = dataset.gave_way
-        if end.fill is not None:
-            changes |= coming.figures.counts() | end.fill.record()
-        if end.result in ("refused", "crossed"):
-            changes |= {end.result: end.why, "why": standing.unfit(**{end.result: end.why})}
-        if end.result in ("complete", "partial"):
-            changes |= {"state": end.result, "completed": time.time()}
-            coming.due.filled()
-            coming.due.fill_later(due.PARTIAL_SECONDS)
-            goes_on = await self.budgets.has_room_for(dataset, coming, end)
-            if end.result == "complete":
-                self.slot.ended_well(dataset)
-        elif not goes_on:
-            coming.reached = None
-            coming.due.fill_later(None)
-        async with dataset.lock:
-            if dataset.coming is not coming:
-                return
-            if end.result == "partial":
-                if goes_on or _fits_now(coming.due, end):
-                    changes["state"], goes_on, coming.fits = "filling", True, False
-                    coming.due.fill_soon()
-                else:
-                    changes["why"] += self.budgets.waits_for(dataset)
-                    self.slot.rests(dataset)
-            await coming.change(**changes)
-            usable = dataset.no_store is None and not dataset.removed
-            dataset.update_queued = goes_on and usable
+            if serves:
+                dataset.want_refresh()
+            target.queued = goes_on and _may_go_on(dataset, target)
 
     # --- verify and withdraw
 
@@ -478,6 +445,15 @@ def _fits_now(times: due.Due, end: protocol.End) -> bool:
     """Whether room came since a fill began that left something out. The caller has the lock."""
     lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
     return lacked and times.fill_again
+
+
+def _may_go_on(dataset: Dataset, target: Generation) -> bool:
+    """Whether its fill, which has ended, may be queued again at once."""
+    usable = not dataset.removed and dataset.no_store is None
+    if target is not dataset.current:
+        return usable
+    held = target.record.held or target.record.state == "stale" or dataset.suspect
+    return usable and not held and dataset.next is None
 
 
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:

@@ -91,7 +91,7 @@ SYNC_SECONDS = 600.0
 # For a cancelled pass to commit what is staged.
 CANCEL_SECONDS = 8.0
 _LONGEST_LINE = 1024 * 1024
-UPDATE = "update"  # fills the generation that comes; the current one serves meanwhile
+FILL, UPDATE = "fill", "update"  # of the generation that serves, of the next one
 
 
 class Pass:

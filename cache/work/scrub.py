@@ -131,9 +131,9 @@ class Scrubber:
     def _free_now(self, dataset: Dataset) -> bool:
         """No job works on it, and what is stored may be read."""
         busy = dataset.name in self._jobs.slot.work.of(at_work.JOBS, at_work.EVICTIONS)
-        idle = dataset.job is None and not dataset.fill_queued and not dataset.verification.pending
+        asked = dataset.current.queued or dataset.verification.pending
         usable = dataset.no_store is None and dataset.newer is None and not dataset.removed
-        return idle and not busy and usable
+        return usable and not (asked or busy or dataset.job is not None)
 
     def _may(self, dataset: Dataset) -> bool:
         """The current generation may be verified now."""

@@ -16,12 +16,12 @@ from cache.dataset.dataset import Dataset
 from cache.fill import protocol
 from cache.space.at_work import EVICTIONS, JOBS, Work
 from cache.work import turns
-from cache.work.running import UPDATE, Pass
+from cache.work.running import FILL, UPDATE, Pass
 from cache.work.turns import Claim, Kind
 
 log = structlog.get_logger("job")
 
-FILLS = ("fill", UPDATE)
+FILLS = (FILL, UPDATE)
 LOOK_SECONDS = 0.05  # after something was queued: at a start a thousand datasets may be
 
 
@@ -99,7 +99,7 @@ class Slot:
         ``now``: before all others, until all that has room is there, or it is held or removed.
         """
         self._not_before.pop(dataset.name, None)
-        if now and (dataset.generation.state != "complete" or dataset.coming is not None):
+        if now and (dataset.generation.state != "complete" or dataset.next is not None):
             self._urgent.add(dataset.name)
         self.look_soon()  # it may be queued already
 
@@ -136,17 +136,14 @@ class Slot:
         one = Claim(dataset.name, dataset.settings.priority)
         found: list[Claim] = []
         # One that was cut short is finished before anything is filled.
-        begun = dataset.fill_queued and dataset.generation.evicting
+        begun = dataset.current.queued and dataset.generation.evicting
         if dataset.eviction.queued or begun:
             found.append(dataclasses.replace(one, kind=Kind.EVICTION))
         if dataset.verification.queued:
             found.append(dataclasses.replace(one, kind=Kind.VERIFY))
-        if not dataset.fill_queued and not dataset.update_queued:
+        if (target := dataset.queued()) is None:
             return found
-        filled = dataset.generation
-        if dataset.update_queued and dataset.coming is not None and not dataset.fill_queued:
-            filled = dataset.coming.record
-        retry = filled.state == "partial"
+        retry = target.record.state == "partial"
         fill = dataclasses.replace(
             one, began=dataset.gave_way, retry=retry,
             now=dataset.name in self._urgent and not retry,
@@ -165,4 +162,4 @@ def outcome(dataset: Dataset, job: Pass, end: protocol.End) -> protocol.End:
 
 def _waits(dataset: Dataset) -> bool:
     asked = dataset.verification.queued or dataset.eviction.queued
-    return dataset.fill_queued or dataset.update_queued or asked
+    return asked or dataset.queued() is not None

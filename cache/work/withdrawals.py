@@ -167,17 +167,17 @@ class Withdrawals:
                  result=end.result, why=end.why)  # fmt: skip
         return False
 
-    async def finish_coming(self, dataset: Dataset, coming: Generation) -> bool:
+    async def finish_next(self, dataset: Dataset, next_one: Generation) -> bool:
         """The same of the generation that an update fills, which no view shows yet."""
-        if not await coming.has_bad_files():
+        if not await next_one.has_bad_files():
             return True
         log.info("bad files that it shares are withdrawn first", dataset=dataset.name)
         for part in ("marks", "files"):
-            end = await self._withdraw_pass(dataset, part, coming)
+            end = await self._withdraw_pass(dataset, part, next_one)
             if end.result != "withdrawn":
-                await coming.change(why=f"{NOT_WITHDRAWN}: {end.why or end.result}")
+                await next_one.change(why=f"{NOT_WITHDRAWN}: {end.why or end.result}")
                 return False
-        await coming.change(damaged=0)
+        await next_one.change(damaged=0)
         return True
 
     async def _not_withdrawn(self, dataset: Dataset, why: str, **changes: Any) -> None:

@@ -10,7 +10,7 @@ import kit.child
 from cache.dataset import kept
 from cache.dataset.dataset import Dataset
 from cache.dataset.succession import Succession
-from cache.dataset.versions import Step, next_step
+from cache.dataset.update_step import Step, next_step
 from cache.settings import CacheSettings, DatasetSettings, DirSource, at_snapshot
 from cache.store import generations
 from cache.views.view import Stage
@@ -59,7 +59,7 @@ def test_a_lost_record_leaves_nothing_of_its_generation_in_use(tmp_path: Path) -
 def test_a_lost_one_beside_another_that_serves_goes_when_nobody_uses_it(tmp_path: Path) -> None:
     dataset = started(tmp_path, "follow", {"s1": COMPLETE | {"served": 9.0}, "s2": LOST})
     assert dataset.current.record.snapshot == "s1"
-    (lost,) = dataset.left
+    (lost,) = dataset.retired
     assert lost.record.state == "stale" and lost.record.used == 10
     succession = Succession(dataset, lambda: None)
     succession.found = {"s2": 99.0}

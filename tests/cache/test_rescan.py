@@ -133,12 +133,12 @@ def test_rescan_goes_on_after_a_kill_and_is_cancelled_by_an_operator(
     shown = node.dataset("a")
     assert (shown["generation"], shown["state"], shown["update"]) == (first, "complete", None)
     assert trees.differences(was, trees.records(node.view("a"))) == []
-    coming = rescanning()["generation"]
+    next_one = rescanning()["generation"]
     node.kill()
     assert trees.differences(was, trees.records(node.view("a"))) == []
     fill.go_on()
     node.start()
-    node.wait_for(lambda: node.dataset("a")["generation"] == coming, 90, "the rescan to serve")
+    node.wait_for(lambda: node.dataset("a")["generation"] == next_one, 90, "the rescan to serve")
     node.wait_state("a", "complete")
     trees.assert_equal(source, node.view("a"))
     assert [each["state"] for each in generations(node)] == ["current", "earlier"]

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 import kit.errors
+from cache import status
 from cache.dataset import choices, leaving
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Verification
 from cache.dataset.generation import Generation
 from cache.dataset.succession import Succession
-from cache.dataset.versions import Step, next_step
+from cache.dataset.update_step import Step, next_step
 from cache.fill import protocol
 from cache.settings import at_snapshot
 from cache.sources import base, kinds
 from cache.space import tasks
 from cache.store import generations
 from cache.store.soundness import Soundness
-from cache.work import scrub, scrub_order, scrubs
+from cache.work import scrub, scrub_order
 from cache.work.jobs import Jobs
 from cache.work.running import Pass
 from tests.cache.work.test_jobs import Source, complete, dataset, kept_in_memory
@@ -69,10 +70,10 @@ async def test_generation_in_which_a_scrub_finds_bad_files_retires(
 
         monkeypatch.setattr(Pass, "run", run)
         await scrubber._scrub(shown, damaged, scrub_order.Choice("a", "crash", earlier=damaged.id))
-        assert shown.left == left
+        assert shown.retired == left
     assert not shown.earlier
     assert (damaged.record.damaged, damaged.record.state, damaged.leaves) == (2, "complete", True)
-    assert "generation-damaged" in [each.rule for each in scrubs.findings(shown)]
+    assert "generation-damaged" in [each.rule for each in status.of_scrubs(shown)]
 
 
 async def test_verify_retires_those_that_share_what_is_bad(
@@ -84,9 +85,9 @@ async def test_verify_retires_those_that_share_what_is_bad(
     for known in (2, 3):
         damaged.leaves = False
         assert await leaving.found_also(shown, found) == 1
-        assert (shown.earlier, shown.left) == ([], [damaged])
+        assert (shown.earlier, shown.retired) == ([], [damaged])
         assert (damaged.record.damaged, damaged.leaves) == (known, True)
-    shown.left.clear()  # it serves again
+    shown.retired.clear()  # it serves again
     damaged.leaves = False
     await leaving.retire(shown, damaged, 7)
     assert (damaged.record.damaged, damaged.leaves) == (3, False)
@@ -177,10 +178,10 @@ async def test_rollback_to_a_damaged_one_fills_it_again(
     assert shown.chosen["snapshot"] == "s1"
     assert next_step(succession.facts()) is Step.BEGIN
     await succession._do(Step.BEGIN)
-    assert (shown.coming, shown.left) == (damaged, [])
+    assert (shown.next, shown.retired) == (damaged, [])
     assert next_step(succession.facts()) is Step.SWITCH
     await succession._do(Step.SWITCH)
-    assert (shown.coming, damaged.record.state) == (damaged, "filling"), "it lacks its bad files"
+    assert (shown.next, damaged.record.state) == (damaged, "filling"), "it lacks its bad files"
 
 
 def test_next_agent_knows_that_it_retires(
@@ -192,7 +193,7 @@ def test_next_agent_knows_that_it_retires(
     found = {shown.folder: current, damaged.folder: damaged.record}
     kept: dict[str, Any] = {folder: dataclasses.asdict(each) for folder, each in found.items()}
     Succession(again, lambda: None).adopt(kept)
-    (left,) = again.left
+    (left,) = again.retired
     assert (left.id, left.leaves, again.earlier) == (damaged.id, True, [])
 
 
@@ -200,12 +201,12 @@ async def test_bad_files_that_an_update_has_linked_are_taken_out_before_it_goes_
     monkeypatch: pytest.MonkeyPatch, earlier: tuple[Dataset, Generation]
 ) -> None:
     shown, damaged = earlier
-    coming = _beside(shown, "s2", state="filling")
-    coming.reached, shown.coming = REACHED, coming
+    next_one = _beside(shown, "s2", state="filling")
+    next_one.reached, shown.next = REACHED, next_one
     limits = Jobs({"a": shown}, lambda: 0)._limits(shown, "verify")
     told = tasks.verify(shown, limits, source=False)
     assert isinstance(told, protocol.VerifyTask)
-    assert told.also == [coming.folder, damaged.folder]
+    assert told.also == [next_one.folder, damaged.folder]
 
     ran: list[tuple[str, str]] = []
 
@@ -220,14 +221,14 @@ async def test_bad_files_that_an_update_has_linked_are_taken_out_before_it_goes_
     jobs = Jobs({"a": shown}, lambda: 0)
     monkeypatch.setattr(jobs, "_run", run)
     monkeypatch.setattr(jobs.withdrawals, "_run", run)
-    shown.update_queued = True
-    await jobs._update(shown)
+    next_one.queued = True
+    await jobs._fill(shown, next_one)
     kinds = ["withdraw", "withdraw", "update"]
-    assert ran == [(kind, coming.folder) for kind in kinds]
-    assert coming.record.state == "complete"
+    assert ran == [(kind, next_one.folder) for kind in kinds]
+    assert next_one.record.state == "complete"
 
     # Found after the last fill: it is filled once more before it serves.
-    generations.write_quarantined(Path(coming.folder), BAD)
+    generations.write_quarantined(Path(next_one.folder), BAD)
     await Succession(shown, lambda: None)._do(Step.SWITCH)
-    assert shown.coming is coming
-    assert coming.record.state == "filling"
+    assert shown.next is next_one
+    assert next_one.record.state == "filling"

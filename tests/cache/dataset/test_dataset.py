@@ -54,7 +54,7 @@ def test_complete_dataset_needs_and_keeps_no_source() -> None:
             if facts.stage is Stage.STORE:
                 if facts.reach_due:
                     wanted = Action.REACH  # a look whether it is still the same
-                elif facts.source_held and not facts.source_needed:
+                elif facts.source_mounted and not facts.source_needed:
                     wanted = Action.RELEASE
             assert next_action(facts) is wanted
 
@@ -159,7 +159,7 @@ def done(facts: Facts, action: Action) -> Facts:
         case Action.REFRESH:
             return replace(facts, refresh_due=False)
         case Action.RELEASE:
-            return replace(facts, source_held=False, reached=False)
+            return replace(facts, source_mounted=False, reached=False)
     return facts
 
 

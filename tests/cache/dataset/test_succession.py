@@ -16,7 +16,7 @@ from cache.dataset import choices
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.dataset.succession import Succession
-from cache.dataset.versions import Step, next_step
+from cache.dataset.update_step import Step, next_step
 from cache.settings import CacheSettings, DatasetSettings, DirSource, FillSettings, at_snapshot
 from cache.sources import base
 from cache.store import generations
@@ -73,8 +73,8 @@ def test_rollback_from_one_that_serves_in_part_holds_over_a_restart(tmp_path: Pa
     )
     dataset = back.dataset
     assert dataset.current.record.snapshot == "s1"
-    assert dataset.coming is None
-    assert names(dataset.left) == ["s2"], "jobs may hold it, so it waits for its end"
+    assert dataset.next is None
+    assert names(dataset.retired) == ["s2"], "jobs may hold it, so it waits for its end"
     back._shown = {dataset.current.id}
     assert next_step(back.facts()) is Step.RETIRE
 
@@ -90,10 +90,10 @@ def test_update_that_an_operator_left_is_given_up_after_a_restart(tmp_path: Path
         },
         chosen="s0",
     )
-    assert back.dataset.coming is not None
-    assert back.dataset.coming.record.snapshot == "s2"
+    assert back.dataset.next is not None
+    assert back.dataset.next.record.snapshot == "s2"
     assert next_step(back.facts()) is Step.DROP
-    back.dataset.coming = None
+    back.dataset.next = None
     assert next_step(back.facts()) is Step.BACK
 
 
@@ -105,14 +105,14 @@ def test_kill_before_the_swap_is_followed_by_one_that_swaps(
     after = started(tmp_path, {"s1": COMPLETE | {"served": 8.0}, "s2": new | {"served": 9.0}})
     assert after.dataset.current.record.snapshot == "s2"
     assert names(after.dataset.earlier) == ["s1"]
-    assert after.dataset.coming is None
-    assert not after.dataset.left
+    assert after.dataset.next is None
+    assert not after.dataset.retired
 
 
 def test_unserved_one_goes_on_after_a_restart(tmp_path: Path) -> None:
     after = started(tmp_path, {"s1": COMPLETE | {"served": 8.0}, "s2": PARTIAL})
-    assert after.dataset.coming is not None
-    assert after.dataset.coming.record.snapshot == "s2"
+    assert after.dataset.next is not None
+    assert after.dataset.next.record.snapshot == "s2"
 
 
 async def test_one_that_was_left_and_is_wanted_again_goes_on_and_is_not_discarded(
@@ -125,16 +125,16 @@ async def test_one_that_was_left_and_is_wanted_again_goes_on_and_is_not_discarde
     dataset = again.dataset
     assert next_step(again.facts()) is Step.BEGIN
     assert await again._do(Step.BEGIN)
-    assert dataset.coming is not None
-    assert dataset.coming.record.snapshot == "s2"
-    assert dataset.coming.record.left_files == 3
-    assert not dataset.left
+    assert dataset.next is not None
+    assert dataset.next.record.snapshot == "s2"
+    assert dataset.next.record.left_files == 3
+    assert not dataset.retired
     # And back once more: jobs may hold it still.
     dataset.chosen = {"snapshot": "s1", "instead": ""}
     assert next_step(again.facts()) is Step.DROP
     assert await again._do(Step.DROP)
-    assert dataset.coming is None
-    assert names(dataset.left) == ["s2"]
+    assert dataset.next is None
+    assert names(dataset.retired) == ["s2"]
     assert discarded == []
 
 
@@ -176,10 +176,10 @@ async def test_update_waits_a_part_of_the_jitter_unless_an_operator_asks(
         if asked:
             succession.insist()
         await succession._begin(dataset.generation_of(at_snapshot(dataset.settings.source, "s2")))
-        assert dataset.coming is not None
-        assert dataset.coming.due.fill() == asked
+        assert dataset.next is not None
+        assert dataset.next.due.fill() == asked
         succession.insist()
-        assert dataset.coming.due.fill(), "it is asked for while it waits"
+        assert dataset.next.due.fill(), "it is asked for while it waits"
 
 
 async def test_one_whose_source_is_made_anew_waits_a_part_of_the_jitter(
@@ -213,10 +213,10 @@ def test_one_whose_snapshot_is_gone_is_followed_at_once(
     """It has no source for what it lacks, and gives no room: the other one waits for that."""
     after = started(tmp_path, {"s1": now | {"served": 8.0}, "s2": comes}, chosen="s2")
     dataset = after.dataset
-    assert dataset.coming is not None
+    assert dataset.next is not None
     dataset.current.gone = gone
-    dataset.coming.reached = REACHED
-    dataset.coming.due.fill_later(900.0)
+    dataset.next.reached = REACHED
+    dataset.next.due.fill_later(900.0)
     after._shown = {dataset.current.id}
     assert (next_step(after.facts()) is Step.SWITCH) == switches
 
@@ -225,7 +225,7 @@ async def test_it_serves_its_source_until_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     after = started(tmp_path, {"s1": PARTIAL | {"served": 8.0}, "s2": {"state": "new"}})
-    dataset, new = after.dataset, after.dataset.coming
+    dataset, new = after.dataset, after.dataset.next
     assert new is not None
     dataset.current.gone, new.reached = True, REACHED
     shown: list[Stage] = []
@@ -244,14 +244,14 @@ async def test_it_serves_its_source_until_it_is_listed(
     monkeypatch.setattr(dataset, "publish", published)
     await after._do(Step.SWITCH)
     assert shown == [Stage.SOURCE]
-    assert (dataset.current, names(dataset.left)) == (new, ["s1"])
+    assert (dataset.current, names(dataset.retired)) == (new, ["s1"])
     assert dataset.facts().fill_wanted
     # It is to be listed, and has no room while the other one is there: that goes.
     new.record = dataclasses.replace(new.record, state="partial", left_files=0, wanted=True)
     after._retire_at, after._shown = 0.0, {new.id}
     assert next_step(after.facts()) is Step.RETIRE
     dataset.due.fill_later(900.0)
-    dataset.left.clear()
+    dataset.retired.clear()
     Jobs({"a": dataset}, lambda: 0).room_came([dataset])
     assert dataset.facts().fill_wanted, "its room has come"
 
@@ -283,9 +283,9 @@ def test_rescan_goes_on_after_a_restart(tmp_path: Path) -> None:
     }
     back = frozen(tmp_path, left, chosen="b")
     assert back.dataset.current.scan == ""
-    assert back.dataset.coming is not None
-    assert back.dataset.coming.scan == "b"
-    assert choices.pending(back.dataset) == back.dataset.coming.id
+    assert back.dataset.next is not None
+    assert back.dataset.next.scan == "b"
+    assert choices.pending(back.dataset) == back.dataset.next.id
     assert next_step(back.facts()) is not Step.DROP
 
 
@@ -330,8 +330,8 @@ def test_rescan_by_annotation_is_done_when_its_listing_serves(tmp_path: Path) ->
     asyncio.run(requests.rescan(cache, "a"))  # an agent that has ended began it
     assert back.dataset.chosen == {"scan": "b"}
     assert requests.rescanned(cache, "a") is None
-    assert back.dataset.coming is not None
-    back.dataset.succeed(back.dataset.coming)
+    assert back.dataset.next is not None
+    back.dataset.succeed(back.dataset.next)
     assert requests.rescanned(cache, "a") == End(True, "")
 
 

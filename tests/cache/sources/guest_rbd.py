@@ -252,7 +252,7 @@ class Agent(Forked):
                     name: {
                         "stage": str(each.stage), "state": each.generation.state,
                         "client": each.reached.client if each.reached else "",
-                        "held": each.source_held, "trouble": str(each.trouble or ""),
+                        "held": each.source_mounted, "trouble": str(each.trouble or ""),
                     }
                     for name, each in cache.datasets.items()
                 },

@@ -53,9 +53,9 @@ async def test_release_that_failed_is_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(kit.errors.InUseError):
             await shown._act(Action.RELEASE)
-        assert shown.facts().source_held
+        assert shown.facts().source_mounted
     assert await shown._act(Action.RELEASE)
-    assert not shown.facts().source_held
+    assert not shown.facts().source_mounted
 
 
 def settings(folder: Path, **more: Any) -> CephfsSource:

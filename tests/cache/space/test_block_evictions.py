@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import kit.errors
+from cache import component, status
 from cache.dataset.dataset import Dataset
 from cache.fill import protocol
 from cache.fill.floor import Least
 from cache.settings import CacheSettings, DatasetSettings, RbdSource
 from cache.sources import base
-from cache.space import budgets, evicting, limits, victims
+from cache.space import budgets, limits, victims
 from cache.store import image_copy, subset
 from cache.views import by_id
 from cache.views.view import Stage
@@ -271,10 +272,10 @@ async def test_image_that_nothing_can_map_stays_while_a_pod_was_given_it(node: N
 
 async def test_operator_takes_an_image_out(node: Node) -> None:
     dataset = await node.add("a")
-    evicting.refuse(dataset, force=False)
+    component.refuse_eviction(dataset, force=False)
     dataset.eviction = dataclasses.replace(dataset.eviction, state="queued", to=0)
     await node.budgets.take_out(dataset)
-    shown = evicting.shown(dataset)
+    shown = status.eviction(dataset)
     assert shown is not None
     assert (shown["state"], shown["bytes"]) == ("evicted", dataset.freed)
     assert dataset.freed > 0

@@ -147,9 +147,9 @@ async def test_fill_that_stopped_for_another_one_gives_it_room(
     assert low.generation.state == "filling"
 
 
-def coming(dataset: Dataset, snapshot: str) -> Generation:
+def next_one(dataset: Dataset, snapshot: str) -> Generation:
     found = dataset.generation_of(at_snapshot(dataset.settings.source, snapshot))
-    dataset.coming = found
+    dataset.next = found
     return found
 
 
@@ -158,7 +158,7 @@ async def test_update_that_cannot_be_listed_leaves_most_of_what_serves(node: Nod
     end = protocol.End("partial", "no room", protocol.FillEnd(MIB, 0, 0, short=True))
     node.gives = MIB
     for snapshot in ("s2", "s3"):
-        new = coming(dataset, snapshot)
+        new = next_one(dataset, snapshot)
         node.asked.clear()
         went_on = [await node.budgets.has_room_for(dataset, new, end) for _ in range(9)]
         assert went_on == [True] * 3 + [False] * 6

@@ -143,7 +143,7 @@ def two_that_fill(tmp_path: Path, *, queued: bool = True) -> tuple[Jobs, dict[st
         made = dataset(tmp_path, Source(), "filling")
         made.settings = made.settings.model_copy(update={"name": name, "priority": priority})
         made.current.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
-        made.fill_queued, made.ahead = queued, scheduler.slot.ahead
+        made.current.queued, made.ahead = queued, scheduler.slot.ahead
         known[name] = made
     return scheduler, known
 
@@ -153,14 +153,14 @@ async def test_next_prefers_verify_then_priority_then_name(tmp_path: Path) -> No
     for name, priority in (("a", 0), ("b", 5), ("c", 5), ("d", -1)):
         made = dataset(tmp_path, Source())
         made.settings = made.settings.model_copy(update={"name": name, "priority": priority})
-        made.fill_queued = True
+        made.current.queued = True
         known[name] = made
     known["d"].verification = Verification("queued")
     scheduler = Jobs(known, lambda: 0)
     order = []
     while (following := scheduler.slot.next()) is not None:
         order.append(following.name)
-        following.fill_queued = False
+        following.current.queued = False
         following.verification = Verification()
     assert order == ["d", "b", "c", "a"]
 
@@ -171,7 +171,7 @@ async def test_who_is_queued_says_for_whom_it_waits(tmp_path: Path) -> None:
     assert first is known["b"]
     assert (known["a"].state(), known["a"].why()) == ("queued", "waits for b (priority 5)")
     assert (known["b"].state(), known["b"].why()) == ("queued", "")
-    first.fill_queued = False
+    first.current.queued = False
     assert scheduler.slot.next() is known["a"]
     assert known["a"].why() == ""
 
@@ -189,7 +189,7 @@ async def test_what_is_wanted_now_is_so_until_it_is_complete_or_held(
     scheduler.slot.asked(known["a"], now=True)
     await scheduler.pause(known["a"])
     await scheduler.resume(known["a"])
-    known["a"].fill_queued = True
+    known["a"].current.queued = True
     assert scheduler.slot.next() is known["b"]
 
 
@@ -202,7 +202,7 @@ async def test_fill_that_gives_way_is_queued_again_and_has_not_failed(
     stopped = asyncio.Event()
 
     async def run(running: Pass, _: Any) -> protocol.End:
-        known["b"].fill_queued = True
+        known["b"].current.queued = True
         scheduler.wake()
         await stopped.wait()
         assert running.gives_way
@@ -213,10 +213,10 @@ async def test_fill_that_gives_way_is_queued_again_and_has_not_failed(
 
     monkeypatch.setattr(Pass, "run", run)
     monkeypatch.setattr(Pass, "cancel", cancel)
-    known["a"].fill_queued = True
+    known["a"].current.queued = True
     async with asyncio.timeout(waiting.limit(30)):
-        await scheduler._fill(known["a"])
-    assert known["a"].fill_queued
+        await scheduler._fill(known["a"], known["a"].current)
+    assert known["a"].current.queued
     assert known["a"].gave_way
     assert known["a"].generation.why == ""
     assert known["a"].due.fill()  # without a pause
@@ -318,25 +318,25 @@ async def test_update_that_shares_doubted_files_is_doubted_too(
     """What an update links from a generation that is not verified yet is not verified either."""
     shown = dataset(tmp_path, Source())
     monkeypatch.setattr(Generation, "change", kept_in_memory)
-    coming = shown.generation_of(shown.settings.source, "again")
-    coming.source = shown.source
-    coming.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
-    await coming.change(before=shown.current.id)
-    shown.coming = coming
+    next_one = shown.generation_of(shown.settings.source, "again")
+    next_one.source = shown.source
+    next_one.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
+    await next_one.change(before=shown.current.id)
+    shown.next = next_one
     scheduler = Jobs({"a": shown}, lambda: 0)
     monkeypatch.setattr(scheduler, "_run", complete)
     shown.soundness.count_trouble("the disk failed")
     assert shown.suspect
-    shown.update_queued = True
-    await scheduler._update(shown)
-    assert coming.record.state == "complete"
-    assert shown.soundness.suspects(coming.record)
+    next_one.queued = True
+    await scheduler._fill(shown, next_one)
+    assert next_one.record.state == "complete"
+    assert shown.soundness.suspects(next_one.record)
     # Verified, the next one shares good files.
     shown.generation = dataclasses.replace(shown.generation, verified=1)
-    coming.record = dataclasses.replace(coming.record, state="new")
-    shown.update_queued = True
-    await scheduler._update(shown)
-    assert not shown.soundness.suspects(coming.record)
+    next_one.record = dataclasses.replace(next_one.record, state="new")
+    next_one.queued = True
+    await scheduler._fill(shown, next_one)
+    assert not shown.soundness.suspects(next_one.record)
 
 
 @pytest.mark.parametrize("gives_way", [True, False])
@@ -346,22 +346,22 @@ async def test_update_that_gives_way_keeps_its_source_and_its_place(
     """One that ends for another reason looks for its source again, after a pause."""
     shown = dataset(tmp_path, Source())
     monkeypatch.setattr(Generation, "change", kept_in_memory)
-    coming = shown.generation_of(shown.settings.source, "again")
-    coming.source = shown.source
-    coming.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
-    shown.coming = coming
+    next_one = shown.generation_of(shown.settings.source, "again")
+    next_one.source = shown.source
+    next_one.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
+    shown.next = next_one
 
     async def run(running: Pass, _: Any) -> protocol.End:
         running.gives_way = gives_way
         return protocol.End("cancelled")
 
     monkeypatch.setattr(Pass, "run", run)
-    shown.update_queued = True
-    await Jobs({"a": shown}, lambda: 0)._update(shown)
-    assert coming.record.state == "filling"
-    assert shown.update_queued is gives_way
-    assert (coming.reached is not None) is gives_way
-    assert coming.due.fill() is gives_way
+    next_one.queued = True
+    await Jobs({"a": shown}, lambda: 0)._fill(shown, next_one)
+    assert next_one.record.state == "filling"
+    assert next_one.queued is gives_way
+    assert (next_one.reached is not None) is gives_way
+    assert next_one.due.fill() is gives_way
 
 
 async def kept_in_memory(of: Generation, **changes: Any) -> None:

@@ -45,10 +45,10 @@ class Node:
         self.known[name] = made
         return made
 
-    def coming(self, of: Dataset) -> Generation:
-        of.coming = coming = of.generation_of(of.settings.source, "again")
-        coming.source, coming.reached = of.source, REACHED
-        return coming
+    def add_next(self, of: Dataset) -> Generation:
+        of.next = next_one = of.generation_of(of.settings.source, "again")
+        next_one.source, next_one.reached = of.source, REACHED
+        return next_one
 
     async def run(self, running: Pass, _: Any) -> protocol.End:
         self.during(running)
@@ -57,13 +57,10 @@ class Node:
 
     async def fill(self, of: Dataset) -> bool:
         """Whether it goes on by itself."""
-        if of.coming is None:
-            of.fill_queued = True
-            await self.jobs._fill(of)
-            return of.fill_queued
-        of.update_queued = True
-        await self.jobs._update(of)
-        return of.update_queued
+        target = of.next or of.current
+        target.queued = True
+        await self.jobs._fill(of, target)
+        return target.queued
 
     def runs(self, of: Dataset) -> None:
         """A fill of it, that stops when it is asked to."""
@@ -78,7 +75,7 @@ class Node:
         await asyncio.sleep(0)
         if not running.gives_way:
             return None
-        of.job, of.fill_queued, of.gave_way = None, True, True
+        of.job, of.current.queued, of.gave_way = None, True, True
         self.jobs._active.clear()
         self.jobs.slot._stopping = None
         return self.jobs.slot.next()
@@ -124,12 +121,12 @@ async def test_what_is_wanted_now_is_so_no_more_once_it_lacks_room_or_is_evicted
 ) -> None:
     wanted, other = node.add("a"), node.add("b", 5)
     if what == "update":
-        node.coming(wanted)
+        node.add_next(wanted)
     await node.jobs.ask(wanted, now=True)
-    wanted.fill_queued = other.fill_queued = True
+    wanted.current.queued = other.current.queued = True
     assert node.jobs.slot.next() is wanted
     if what == "evict":
-        wanted.fill_queued = other.fill_queued = False
+        wanted.current.queued = other.current.queued = False
         wanted.eviction = Eviction("queued")
         following = asyncio.create_task(node.jobs.follow())
         async with asyncio.timeout(waiting.limit(30)):
@@ -137,24 +134,24 @@ async def test_what_is_wanted_now_is_so_no_more_once_it_lacks_room_or_is_evicted
                 await asyncio.sleep(0)
         following.cancel()
     else:
-        wanted.fill_queued = False
+        wanted.current.queued = False
         assert not await node.fill(wanted)
-    wanted.coming = None
+    wanted.next = None
     wanted.generation = dataclasses.replace(wanted.generation, state="filling")
-    wanted.fill_queued = other.fill_queued = True
+    wanted.current.queued = other.current.queued = True
     assert node.jobs.slot.next() is other
 
 
 async def test_removed_dataset_that_is_wanted_again_is_wanted_now(node: Node) -> None:
     """A look while the request waits for the lock does not forget it."""
     again, other = node.add("a"), node.add("b", 5)
-    again.removed = other.fill_queued = True
+    again.removed = other.current.queued = True
     async with again.lock:
         asking = asyncio.create_task(node.jobs.ask(again, now=True))
         await asyncio.sleep(0)
         assert node.jobs.slot.next() is other
     await asking
-    again.fill_queued = True
+    again.current.queued = True
     assert node.jobs.slot.next() is again
 
 
@@ -168,7 +165,7 @@ async def test_room_that_comes_during_a_fill_counts_for_what_it_leaves_out(
 ) -> None:
     """A budget is raised, a dataset removed, or the trash emptied."""
     shown = node.add("a")
-    coming = node.coming(shown) if updates else None
+    next_one = node.add_next(shown) if updates else None
 
     async def ends_slowly(*_: Any) -> bool:
         node.jobs.room_came([shown])
@@ -184,7 +181,7 @@ async def test_room_that_comes_during_a_fill_counts_for_what_it_leaves_out(
         node.end = dataclasses.replace(NO_ROOM, fill=protocol.FillEnd(0, 0, 0))
     goes_on = when in ("during", "at the end")
     assert await node.fill(shown) == goes_on
-    record, times = (coming or shown.current).record, (coming or shown).due
+    record, times = (next_one or shown.current).record, (next_one or shown).due
     assert record.state == ("filling" if goes_on else "partial")
     assert times.fill() == goes_on
     if goes_on:  # and not for ever
@@ -202,14 +199,14 @@ async def test_raised_budget_is_tried_by_what_lacked_room_and_by_what_follows_it
     node: Node,
 ) -> None:
     shown = node.add("a", state="partial")
-    coming = node.coming(shown)
-    for each, times in ((shown.current, shown.due), (coming, coming.due)):
+    next_one = node.add_next(shown)
+    for each, times in ((shown.current, shown.due), (next_one, next_one.due)):
         each.record = dataclasses.replace(each.record, state="partial", left_files=3)
         times.fill_later(900.0)
     await node.jobs.budgets_raised([shown])
     assert shown.due.fill()
     assert shown.generation.state == "filling"
-    assert coming.due.fill()
+    assert next_one.due.fill()
 
 
 # --- what goes on
@@ -233,7 +230,7 @@ async def test_fill_does_not_go_on_when_its_dataset_may_not_be_filled(node: Node
 
 async def test_update_of_a_removed_dataset_does_not_go_on(node: Node) -> None:
     shown = node.add("a")
-    node.coming(shown)
+    node.add_next(shown)
 
     def during(running: Pass) -> None:
         running.gives_way = shown.removed = True
@@ -248,7 +245,7 @@ async def test_update_of_a_removed_dataset_does_not_go_on(node: Node) -> None:
 async def test_verify_that_is_queued_while_a_fill_stops_goes_first(node: Node) -> None:
     low, high, other = node.add("a"), node.add("b", 5), node.add("c", 0, "complete")
     node.runs(low)
-    high.fill_queued = True
+    high.current.queued = True
     node.jobs.slot.look()
     other.verification = Verification("queued")
     assert await node.next() is other
@@ -259,8 +256,8 @@ async def test_verify_stops_no_fill_and_keeps_no_fill_from_its_turn(node: Node) 
     node.runs(low)
     high.verification = Verification("queued")
     assert await node.next() is None
-    node.coming(high)
-    high.update_queued = True
+    following = node.add_next(high)
+    following.queued = True
     assert await node.next() is high
 
 
@@ -298,7 +295,7 @@ async def following(node: Node) -> AsyncIterator[None]:
 async def test_files_go_beside_a_fill_of_another_dataset(node: Node, evicting: Evicting) -> None:
     """The fill does not stop for it, and sees the room that comes."""
     filled, other = node.add("a", 5), node.add("b", 0, "complete")
-    filled.fill_queued = True
+    filled.current.queued = True
     node.ends.clear()
     async with following(node):
         await until_async(lambda: filled.job is not None, 30, "the fill")
@@ -327,7 +324,7 @@ async def test_fill_that_asks_for_room_waits_for_one_eviction_and_no_longer(
         other.eviction = Eviction("queued")
         node.jobs.wake()
         await until_async(lambda: len(evicting.seen) == 1, 30, "the eviction")
-        filled.fill_queued = True
+        filled.current.queued = True
         node.jobs.wake()
         await until_async(lambda: filled.job is not None, 30, "the fill")
         evicting.go.set()
@@ -350,7 +347,7 @@ async def test_no_files_of_a_dataset_go_before_its_own_job_has_noted_its_end(
         return False
 
     monkeypatch.setattr(node.jobs.budgets, "share_changes", ends_slowly)
-    shown.fill_queued = True
+    shown.current.queued = True
     evicting.go.set()
     async with following(node):
         await ending.wait()
@@ -369,7 +366,7 @@ async def test_eviction_that_was_cut_short_is_finished_beside_a_fill_and_before_
 ) -> None:
     filled, cut = node.add("a", 5), node.add("b")
     cut.generation = dataclasses.replace(cut.generation, evicting=True)
-    filled.fill_queued = True
+    filled.current.queued = True
     node.ends.clear()
     at: list[Any] = []
 
@@ -380,21 +377,21 @@ async def test_eviction_that_was_cut_short_is_finished_beside_a_fill_and_before_
     monkeypatch.setattr(evictions.Evictions, "finish", finish)
     async with following(node):
         await until_async(lambda: filled.job is not None, 30, "the fill")
-        cut.fill_queued = True
+        cut.current.queued = True
         node.jobs.wake()
         await until_async(lambda: not cut.generation.evicting, 30, "the rest of the eviction")
-        assert cut.fill_queued
+        assert cut.current.queued
         node.ends.set()
-        await until_async(lambda: cut.job is not None or not cut.fill_queued, 30, "its own fill")
+        await until_async(lambda: cut.job is not None or not cut.current.queued, 30, "its own fill")
     assert at == [("b", True)]
 
 
 async def test_who_has_had_its_turn_is_ahead_of_nobody(node: Node) -> None:
     first, then = node.add("a"), node.add("b")
-    first.fill_queued = then.fill_queued = True
+    first.current.queued = then.current.queued = True
     assert node.jobs.slot.next() is first
     assert then.why() == "waits for a (priority 0)"
-    first.fill_queued, first.job = False, Pass(first, "fill")
+    first.current.queued, first.job = False, Pass(first, "fill")
     assert then.why() == "waits for a (priority 0)"
     first.job = None
     assert then.why() == ""
@@ -405,12 +402,12 @@ async def test_who_has_had_its_turn_is_ahead_of_nobody(node: Node) -> None:
 
 async def test_warm_of_a_dataset_starts_the_update_that_waits(node: Node) -> None:
     shown = node.add("a", state="complete")
-    coming = node.coming(shown)
-    coming.due.spread_fill(1e6)
-    coming.due.failed()
+    next_one = node.add_next(shown)
+    next_one.due.spread_fill(1e6)
+    next_one.due.failed()
     await node.jobs.ask(shown)
-    assert coming.due.fill()
-    assert coming.due.look(complete=False)
+    assert next_one.due.fill()
+    assert next_one.due.look(complete=False)
 
 
 async def test_at_its_end_what_runs_ends_and_nothing_else_begins(
@@ -418,7 +415,7 @@ async def test_at_its_end_what_runs_ends_and_nothing_else_begins(
 ) -> None:
     """An agent that stops waits for the outcome of what it cancelled, and for nothing else."""
     filled, queued, evicted = node.add("a", 5), node.add("b", 0), node.add("c", 0, "complete")
-    filled.fill_queued = queued.fill_queued = True
+    filled.current.queued = queued.current.queued = True
     node.ends.clear()
     follow = asyncio.create_task(node.jobs.follow())
     await until_async(lambda: filled.job is not None, 30, "the fill")
@@ -433,7 +430,7 @@ async def test_at_its_end_what_runs_ends_and_nothing_else_begins(
     async with asyncio.timeout(waiting.limit(30)):
         await follow
     assert filled.generation.state == "complete"
-    assert queued.fill_queued
+    assert queued.current.queued
     assert evicted.eviction.pending
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.dataset.versions import FITS, Facts, Step, newest, next_step
+from cache.dataset.update_step import FITS, Facts, Step, newest, next_step
 from cache.settings import DirSource, at_snapshot, same_place, snapshot_of
 
 IDLE = Facts(
-    wanted="a", insists=False, current="a", current_empty=False, current_busy=False, coming="",
-    coming_state="", outlived=False, reached=False, lost=False, reach_due=True, fill_due=True,
-    job_there=False, earlier=(), keep=1, no_room=False, retire_due=True, left=False, shown=True,
+    wanted="a", insists=False, current="a", current_empty=False, current_busy=False, next="",
+    next_state="", outlived=False, reached=False, lost=False, reach_due=True, fill_due=True,
+    job_there=False, earlier=(), keep=1, no_room=False, retire_due=True, retired=False, shown=True,
 )  # fmt: skip
 FLAGS = [name for name, value in vars(IDLE).items() if isinstance(value, bool)]
 
@@ -23,9 +23,9 @@ def every() -> list[Facts]:
     """Made by the first test that wants it: every worker reads this module, and few run it."""
     return [
         Facts(**(vars(IDLE) | dict(zip(FLAGS, flags, strict=True))
-                 | {"wanted": wanted, "coming": coming, "coming_state": state, "earlier": earlier}))
+                 | {"wanted": wanted, "next": following, "next_state": state, "earlier": earlier}))
         for wanted in ("", "a", "b", "c")
-        for coming, state in (("", ""), ("b", "new"), ("b", FITS), ("b", "complete"))
+        for following, state in (("", ""), ("b", "new"), ("b", FITS), ("b", "complete"))
         for earlier in ((), ("c",), ("c", "d"))
         for flags in itertools.product((False, True), repeat=len(FLAGS))
     ]  # fmt: skip
@@ -38,7 +38,7 @@ def done(facts: Facts, step: Step) -> Facts:
             return replace(facts, current=facts.wanted, current_empty=False)
         case Step.BEGIN:
             return replace(
-                facts, coming=facts.wanted, coming_state="new", reached=False, lost=False,
+                facts, next=facts.wanted, next_state="new", reached=False, lost=False,
                 reach_due=True,
             )  # fmt: skip
         case Step.REACH:
@@ -46,20 +46,20 @@ def done(facts: Facts, step: Step) -> Facts:
         case Step.QUEUE:
             return replace(facts, job_there=True)
         case Step.SWITCH | Step.BACK:
-            new = facts.coming if step is Step.SWITCH else facts.wanted
+            new = facts.next if step is Step.SWITCH else facts.wanted
             earlier = (facts.current, *(each for each in facts.earlier if each != new))
-            coming = "" if step is Step.SWITCH else facts.coming
+            following = "" if step is Step.SWITCH else facts.next
             return replace(
-                facts, current=new, earlier=earlier, coming=coming, insists=False,
+                facts, current=new, earlier=earlier, next=following, insists=False,
                 current_busy=False, current_empty=False, shown=False, outlived=False,
             )  # fmt: skip
         case Step.DROP:
-            return replace(facts, coming="", coming_state="", job_there=False)
+            return replace(facts, next="", next_state="", job_there=False)
         case Step.SHOW:
             return replace(facts, shown=True)
         case Step.RETIRE:
-            if facts.left:
-                return replace(facts, left=False)
+            if facts.retired:
+                return replace(facts, retired=False)
             return replace(facts, earlier=facts.earlier[:-1])
     return facts
 
@@ -69,8 +69,8 @@ def test_only_what_is_complete_or_cannot_grow_serves() -> None:
         match next_step(facts):
             case Step.SWITCH:
                 gone = facts.outlived and facts.reached
-                assert facts.coming_state in ("complete", FITS) or gone
-                assert not facts.insists or facts.wanted in ("", facts.coming)
+                assert facts.next_state in ("complete", FITS) or gone
+                assert not facts.insists or facts.wanted in ("", facts.next)
             case Step.BACK:
                 assert facts.wanted in facts.earlier
             case Step.TAKE:
@@ -81,34 +81,34 @@ def test_one_at_a_time_is_filled() -> None:
     for facts in every():
         step = next_step(facts)
         if step is Step.BEGIN:
-            assert not facts.coming
+            assert not facts.next
             assert facts.insists or not facts.current_busy
         if step is Step.QUEUE:
-            assert facts.coming
+            assert facts.next
             assert facts.reached
             assert not facts.job_there
 
 
 def test_snapshot_that_comes_during_a_fill_waits() -> None:
-    fills = replace(IDLE, wanted="c", coming="b", coming_state="filling", reached=True,
+    fills = replace(IDLE, wanted="c", next="b", next_state="filling", reached=True,
                     job_there=True)  # fmt: skip
     assert next_step(fills) is Step.NOTHING
     assert next_step(replace(fills, insists=True)) is Step.DROP
     assert next_step(replace(fills, lost=True, reached=False, job_there=False)) is Step.DROP
-    assert next_step(replace(fills, coming_state="complete")) is Step.SWITCH
-    served = done(replace(fills, coming_state="complete"), Step.SWITCH)
+    assert next_step(replace(fills, next_state="complete")) is Step.SWITCH
+    served = done(replace(fills, next_state="complete"), Step.SWITCH)
     assert next_step(replace(served, shown=True, job_there=False)) is Step.BEGIN
 
 
 def test_what_comes_serves_at_once_when_nobody_can_read_what_the_other_lacks() -> None:
     """Else each waits for the other: for its room, and for its last file."""
-    stuck = replace(IDLE, wanted="c", coming="c", coming_state="partial", fill_due=False)
+    stuck = replace(IDLE, wanted="c", next="c", next_state="partial", fill_due=False)
     assert next_step(replace(stuck, reached=True)) is Step.NOTHING
     gone = replace(stuck, outlived=True)
     assert next_step(gone) is Step.REACH
     for state in ("new", "filling", "partial"):
         for job in (False, True):
-            now = replace(gone, reached=True, coming_state=state, job_there=job)
+            now = replace(gone, reached=True, next_state=state, job_there=job)
             assert next_step(now) is Step.SWITCH
     assert next_step(replace(gone, reached=True, wanted="d", insists=True)) is Step.DROP
 
@@ -116,7 +116,7 @@ def test_what_comes_serves_at_once_when_nobody_can_read_what_the_other_lacks() -
 def test_no_more_than_kept_is_discarded() -> None:
     for facts in every():
         if next_step(facts) is Step.RETIRE:
-            assert facts.left or facts.no_room or len(facts.earlier) > facts.keep
+            assert facts.retired or facts.no_room or len(facts.earlier) > facts.keep
 
 
 def test_steps_come_to_an_end() -> None:
