@@ -212,7 +212,7 @@ def test_damage_of_an_earlier_generation_is_found_and_it_goes(
         trees.assert_equal(served.snap(top, "s1"), by_id)
     node.wait_state("a", "complete")
     trees.assert_equal(served.snap(top, "s2"), node.view("a"))
-    assert roles(node) == ["current", "retiring"]
+    assert roles(node) == ["current", "retired"]
     told = [line for line in node.get("/metrics").splitlines() if "scrub_bad_total{" in line]
     assert [float(line.split()[-1]) >= 1 + (path == SHARED) for line in told] == [True]
     if path == OWN:
@@ -240,7 +240,7 @@ def test_damage_without_a_source_is_missing_and_a_rollback_fills_it_again(
     node.kill()
     node.start()  # what is on the list outlives the agent
     node.wait_state("a", "complete")
-    assert roles(node) == ["current", "retiring"]
+    assert roles(node) == ["current", "retired"]
     away.rename(served.snap(top, "s1"))
     node.tell("a", "rollback")
     served.serves(node, "s1")
