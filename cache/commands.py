@@ -335,6 +335,9 @@ def _place(source: dict[str, Any]) -> str:
     """A directory, or an image as rbd names it."""
     if "path" in source:
         return str(source["path"])
+    if source["kind"] == "pvc":
+        at = f"@{source['snapshot']}" if source["snapshot"] else ""
+        return f"{source['namespace']}/{source['name']}{at}"
     parts = (source["pool"], source.get("namespace"), source["image"])
     return "/".join(part for part in parts if part) + f"@{source['snapshot']}"
 

@@ -5,16 +5,18 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ceph.doctor
 import kit.errors
 import kit.files
 from cache.csi import volumes
-from cache.settings import CacheSettings, CephfsSource, DirSource, RbdSource
-from cache.sources import base, roots
+from cache.settings import CacheSettings, CephfsSource, DirSource, PvcSource, RbdSource
+from cache.sources import base, claims, roots
 from cache.store import disk, tree
 from cache.views import view
 from kit.checks import Check
+from kube.settings import ThisNode
 from linux import devmapper, krbd, mountinfo, mounts
 
 
@@ -43,6 +45,10 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             where = str(source.path), str(state_dir), source.by_object
             found.append(Check(f"source {name}", directory, where, cost))
             continue
+        if isinstance(source, PvcSource):
+            asked = source.model_dump(mode="json"), section.this_node.model_dump(mode="json")
+            found.append(Check(f"claim {name}", claim, asked, cost))
+            continue
         key = (str(source.secret_file), source.user)
         found.append(Check(f"key {name}", ceph.doctor.key, key, cost))
         found.append(Check(f"ceph {name}", ceph.doctor.reach, (list(source.monitors),), cost))
@@ -57,6 +63,12 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
         cost = "jobs wait for the complete copy of an image"
         found.append(Check("rbd client", rbd, (), cost))
     return found
+
+
+def claim(source: dict[str, Any], here: dict[str, Any]) -> str:
+    """What a claim names, as the API server says it."""
+    wanted = PvcSource.model_validate(source)
+    return claims.told(wanted, ThisNode.model_validate(here))
 
 
 def overlay() -> str:

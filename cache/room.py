@@ -7,7 +7,7 @@ import kit.errors
 import kit.settings
 import kit.traces
 from cache import settings
-from cache.settings import CacheSettings, DatasetSettings, DirSource
+from cache.settings import CacheSettings, DatasetSettings, DirSource, PvcSource
 from cache.views import closed
 from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
 
@@ -30,6 +30,8 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
                 f"source.path {source.path}", why, "name it in the settings file of the node"
             )
         return dataset.model_copy(update={"source": source.named_by_object()})
+    if isinstance(source, PvcSource):
+        return dataset  # its annotation allows it, and its key is in a Secret
     file = closed.plain(str(source.secret_file))
     folders = [closed.plain(str(folder)) for folder in (secrets, section.object_keys)]
     if not any(closed.lies_in(file, folder) for folder in folders):
@@ -108,7 +110,7 @@ def _traces() -> kit.traces.Traces:
 
 # What makes a dataset another one: it needs a new name. Another snapshot is a new generation of it.
 # As CEL calls them: namespace is a word of its own there.
-_FIXED = ("kind", "path", "filesystem", "user", "pool", "__namespace__", "image")
+_FIXED = ("kind", "path", "filesystem", "user", "pool", "__namespace__", "image", "name")
 _DATASETS = Intent(
     kind="CachedDataset",
     plural="cacheddatasets",
@@ -168,6 +170,7 @@ _STATE_FILES = {
     "datasets/*.json": "a dataset of which nothing is stored may have been removed, so it is not "
     "filled: 'nodeagent dataset warm' or 'nodeagent dataset remove' decides; else what it shows "
     "stays what it is",
+    "claims/*.json": "an RBD claim is not served until the API server has answered",
     "csi/*.json": "while something is mounted where its volume was, no dataset is removed",
 }
 

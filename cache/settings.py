@@ -147,10 +147,30 @@ class RbdSource(kit.settings.Section):
         return value
 
 
+class PvcSource(kit.settings.Section):
+    """The volume of a PersistentVolumeClaim of ceph-csi. Its annotation nodeagent.io/cache has to
+    be 'allowed'."""
+
+    kind: Literal["pvc"]
+    """A claim."""
+    namespace: kit.settings.Word
+    """Namespace of the claim."""
+    name: kit.settings.Word
+    """Name of the claim."""
+    snapshot: kit.settings.Word | None = None
+    """Name of a VolumeSnapshot in that namespace; needed by 'freshness: snapshot'."""
+
+    needs: ClassVar = "source.snapshot (a VolumeSnapshot)"
+
+    @property
+    def in_snapshot(self) -> bool:
+        return self.snapshot is not None
+
+
 # How a source is reached; what it is does not depend on them.
 WAYS = ("monitors", "secret_file", "client", "manifest")
 
-Source = Annotated[DirSource | CephfsSource | RbdSource, Field(discriminator="kind")]
+Source = Annotated[DirSource | CephfsSource | RbdSource | PvcSource, Field(discriminator="kind")]
 
 
 def snapshot_of(source: Source) -> str:

@@ -145,7 +145,7 @@ class Dataset(standing.Standing):
         """
         snapshot = snapshot_of(place)
         settings = self.settings.model_copy(update={"source": place})
-        source = kinds.source_of(settings, self.state_dir)
+        source = kinds.source_of(settings, self.state_dir, lambda: self.cache.this_node)
         if self.settings.freshness == "follow" and not snapshot:
             source = kinds.Unknown(self.settings)
         folder = folder_name(self.settings.freshness, named(source, scan))

@@ -1,4 +1,5 @@
-"""The kinds of sources: CephFS, RBD, and a directory, which is simple enough to be here.
+"""The kinds of sources: CephFS, RBD, a claim that names one of these, and a directory, which is
+simple enough to be here.
 
 A new kind is a module beside this one, its settings, and a line in ``source_of``.
 """
@@ -7,13 +8,22 @@ import errno
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kit.child
 import kit.errors
-from cache.settings import CephfsSource, DatasetSettings, DirSource, RbdSource, Source
-from cache.sources import base, cephfs, rbd, roots
+from cache.settings import (
+    CephfsSource,
+    DatasetSettings,
+    DirSource,
+    PvcSource,
+    RbdSource,
+    Source,
+)
+from cache.sources import base, cephfs, claims, rbd, roots
+from kube.settings import ThisNode
 
 # Where sources are mounted when the path of the state directory is not plain. ceph-fuse gives the
 # path of its mount to a shell, unquoted, each time it trims its cache (mount -o remount), and ends
@@ -64,12 +74,18 @@ def folder_of(state_dir: Path, name: str) -> Path:
     return home(state_dir) / name
 
 
-def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
-    """The source of a dataset, not reached yet."""
+def source_of(
+    settings: DatasetSettings, state_dir: Path, here: Callable[[], ThisNode] = ThisNode
+) -> base.Source:
+    """The source of a dataset, not reached yet. ``here``: whose cluster is asked about claims."""
+    folder = folder_of(state_dir, settings.name)
+    if isinstance(settings.source, PvcSource):
+        memory = state_dir / "claims" / f"{settings.name}.json"
+        return claims.ClaimSource(settings, settings.source, folder, memory, here)
     if isinstance(settings.source, CephfsSource):
-        return cephfs.Cephfs(settings, settings.source, folder_of(state_dir, settings.name))
+        return cephfs.Cephfs(settings, settings.source, folder)
     if isinstance(settings.source, RbdSource):
-        return rbd.Rbd(settings, settings.source, folder_of(state_dir, settings.name))
+        return rbd.Rbd(settings, settings.source, folder)
     return Directory(settings, settings.source, state_dir)
 
 

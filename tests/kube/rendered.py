@@ -1,5 +1,6 @@
 """What the chart renders, by kind."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,11 @@ def rights() -> list[dict[str, Any]]:
 
 def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
     return [each for each in documents if each["kind"] in kinds]
+
+
+def claims(namespace: str, secret: str) -> list[dict[str, Any]]:
+    """The rights to read claims, with keys in ``namespace``."""
+    given = json.dumps([{"namespace": namespace, "secrets": [secret]}])
+    found = chart("--set-json", f"kubernetes.claims={given}")
+    kinds = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+    return [e for e in of_kind(found, *kinds) if e["metadata"]["name"].endswith("-claims")]

@@ -1,0 +1,483 @@
+"""A PersistentVolumeClaim of ceph-csi as a source: the CephFS directory or RBD image behind it.
+
+The API server says which PersistentVolume is bound to the claim, and the volume names cluster,
+directory or image, and the Secret that its nodes use. A ConfigMap beside that Secret (of ceph-csi,
+or of Rook) has the monitors. A VolumeSnapshot names a snapshot of that directory, or an image that
+ceph-csi made of it. Fields as ceph-csi writes them: docs/static-pvc.md, CreateVolume in
+internal/cephfs and internal/rbd, and api/deploy/kubernetes/csi-config-map.go of its repository.
+
+Who may name a dataset is not always who may read a namespace's volumes, so a claim says by its
+annotation that it may be cached (``ALLOWED``).
+
+What was found is used until the source does not answer, and asked for again now and then. The key
+is kept in memory and in a file that only root can read.
+"""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import structlog
+
+import kit.errors
+import kit.files
+import kit.formats
+import kit.pause
+from cache.settings import CephfsSource, DatasetSettings, PvcSource, RbdSource, Source
+from cache.sources import base, cephfs, rbd
+from kube import client
+from kube.settings import ThisNode
+
+log = structlog.get_logger("source")
+
+ALLOWED = "nodeagent.io/cache"  # an annotation of the claim: 'allowed'
+ANSWER_SECONDS = 10.0  # for one request
+FOUND_SECONDS = 6 * 3600.0  # for which an answer is used; each look takes about six requests
+AGAIN_SECONDS = 60.0  # after a source that did not answer
+KEY = "claim.key"
+KINDS = {"cephfs.csi.ceph.com": "cephfs", "rbd.csi.ceph.com": "rbd"}  # with a prefix: Rook's
+# Where ceph-csi and Rook keep monitors: name of the ConfigMap, and its entry.
+CONFIGS = (
+    ("ceph-csi-config", "config.json"),
+    ("rook-ceph-csi-config", "csi-cluster-config-json"),
+)
+SNAPSHOTS = "/apis/snapshot.storage.k8s.io/v1"
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+Object = Mapping[str, Any]
+Ask = Callable[[str, str], Awaitable[Object]]  # path of an object, what it is; KubeError
+
+
+class ClaimError(Exception):
+    """The claim cannot be a source. The text says why; ``remedy``: what to do."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class ClaimedVolume:
+    """What a PersistentVolume of ceph-csi says. ``directory``: of a file system, for CephFS."""
+
+    kind: str  # as ``PvcSource`` becomes: cephfs or rbd
+    cluster: str  # ceph-csi's clusterID
+    secret: tuple[str, str]  # namespace and name
+    filesystem: str = ""
+    directory: str = ""
+    pool: str = ""
+    image: str = ""
+    writers: str = ""  # access modes that let pods write, for operators
+
+
+@dataclass(frozen=True)
+class ClaimedSource:
+    """What a claim names. ``marker``: how the name of its snapshot begins in CephFS."""
+
+    source: CephfsSource | RbdSource
+    key: str
+    marker: str = ""
+    note: str = ""
+
+
+# --- pure: what the objects say
+
+
+def allowed(claim: Object) -> None:
+    """ClaimError unless the claim may be cached and has a volume."""
+    meta, spec = claim.get("metadata") or {}, claim.get("spec") or {}
+    if (meta.get("annotations") or {}).get(ALLOWED) != "allowed":
+        claim_name = f"-n {meta.get('namespace')} {meta.get('name')}"
+        raise ClaimError(
+            f"its annotation {ALLOWED} is not 'allowed'",
+            f"allow it: 'kubectl annotate pvc {claim_name} {ALLOWED}=allowed'",
+        )
+    if (claim.get("status") or {}).get("phase") != "Bound" or not spec.get("volumeName"):
+        raise ClaimError("it is not bound to a volume", "see 'kubectl describe pvc'")
+    if spec.get("volumeMode", "Filesystem") != "Filesystem":
+        raise ClaimError("its volumeMode is Block: it has no files", "choose a Filesystem volume")
+
+
+def volume_of(claim: Object, volume: Object) -> ClaimedVolume:
+    """The PersistentVolume of a claim. ClaimError when it is none of ceph-csi, or not bound."""
+    spec = volume.get("spec") or {}
+    owner, meta = spec.get("claimRef") or {}, claim["metadata"]
+    if owner.get("uid") != meta.get("uid"):  # a claim may name any volume, also another's
+        raise ClaimError("its volume is bound to another claim", "see 'kubectl describe pv'")
+    csi = spec.get("csi") or {}
+    driver, given = str(csi.get("driver", "")), dict(csi.get("volumeAttributes") or {})
+    kind = next((kind for name, kind in KINDS.items() if _is_driver(driver, name)), "")
+    if not kind:
+        what = driver or "no CSI driver"
+        raise ClaimError(f"its volume is of {what}, not of ceph-csi", "use 'kind: dir' for it")
+    if str(given.get("encrypted", "")).lower() == "true":
+        raise ClaimError("its volume is encrypted", "cache a copy that is not")
+    secret = csi.get("nodeStageSecretRef") or {}
+    if not secret.get("name") or not secret.get("namespace"):
+        raise ClaimError("its volume names no node-stage Secret", "see its StorageClass")
+    modes = [mode for mode in spec.get("accessModes") or () if mode != "ReadOnlyMany"]
+    static = str(given.get("staticVolume", "")).lower() == "true"
+    found = ClaimedVolume(
+        kind, _text(given, "clusterID"), (str(secret["namespace"]), str(secret["name"])),
+        writers=", ".join(modes),
+    )  # fmt: skip
+    if kind == "rbd":
+        image = str(csi.get("volumeHandle", "")) if static else _text(given, "imageName")
+        return dataclasses.replace(found, pool=_text(given, "pool"), image=image)
+    directory = _text(given, "rootPath" if static else "subvolumePath")
+    return dataclasses.replace(found, filesystem=_text(given, "fsName"), directory=directory)
+
+
+def _is_driver(driver: str, name: str) -> bool:
+    return driver == name or driver.endswith(f".{name}")
+
+
+def _text(given: Object, name: str) -> str:
+    value = str(given.get(name) or "")
+    if not value:
+        raise ClaimError(
+            f"its volume does not say its {name}",
+            "ceph-csi before 3.4 did not write it; name the directory or image by 'kind: cephfs' "
+            "or 'kind: rbd'",
+        )
+    return value
+
+
+def shown_snapshot(source: PvcSource, claim: Object, volume: Object, kind: str) -> str:
+    """The VolumeSnapshot that is read: the named one, or the one that a claim shows without a copy
+    ('backingSnapshot'); '' for the volume itself."""
+    if source.snapshot is not None:
+        return source.snapshot
+    spec = volume.get("spec") or {}
+    given = (spec.get("csi") or {}).get("volumeAttributes") or {}
+    origin = (claim.get("spec") or {}).get("dataSource") or {}
+    read_only = set(spec.get("accessModes") or ()) == {"ReadOnlyMany"}
+    shallow = str(given.get("backingSnapshot") or read_only).lower() == "true"
+    is_snapshot = origin.get("kind") == "VolumeSnapshot"
+    return str(origin["name"]) if kind == "cephfs" and shallow and is_snapshot else ""
+
+
+def snapshot_name(content: Object, prefix: str) -> str:
+    """How Ceph calls the snapshot of a VolumeSnapshotContent. ClaimError."""
+    handle = str((content.get("status") or {}).get("snapshotHandle") or "")
+    if not _UUID.fullmatch(handle[-36:]):
+        raise ClaimError("its VolumeSnapshot is not ready", "see 'kubectl describe'")
+    return f"{prefix or 'csi-snap-'}{handle[-36:]}"
+
+
+@dataclass(frozen=True)
+class CsiCluster:
+    """An entry of ceph-csi's ConfigMap. ``namespace``: of RADOS, in pools of images."""
+
+    monitors: tuple[str, ...]
+    namespace: str = ""
+
+
+def cluster_of(text: str, wanted: str) -> CsiCluster:
+    """ClaimError when the ConfigMap does not have it."""
+    try:
+        entries = [each for each in json.loads(text) if each.get("clusterID") == wanted]
+        monitors = tuple(str(each) for each in entries[0]["monitors"])
+        namespace = str((entries[0].get("rbd") or {}).get("radosNamespace") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        monitors, namespace = (), ""
+    if not monitors:
+        raise ClaimError(
+            f"the ConfigMap of ceph-csi names no monitors of cluster {wanted}",
+            "see its config.json",
+        )
+    return CsiCluster(monitors, namespace)
+
+
+def login_of(secret: Object) -> tuple[str, str]:
+    """User and key of a node-stage Secret. ClaimError."""
+    data = secret.get("data") or {}
+    for user, key in (("userID", "userKey"), ("adminID", "adminKey")):
+        with contextlib.suppress(ValueError):
+            found = [base64.b64decode(str(data.get(each) or ""), validate=True).decode("ascii")
+                     for each in (user, key)]  # fmt: skip
+            if all(found):
+                return found[0].strip(), found[1].strip()
+    raise ClaimError("its Secret has no userID and userKey", "see the Secret of ceph-csi's nodes")
+
+
+# --- asking
+
+
+async def find(source: PvcSource, key_file: Path, ask: Ask) -> ClaimedSource:
+    """What the claim names. ClaimError, KubeError; ValueError for what Ceph cannot be given."""
+    space = "/api/v1/namespaces"
+    path = client.path_to(space, source.namespace, "persistentvolumeclaims", source.name)
+    claim = await ask(path, f"PersistentVolumeClaim {source.namespace}/{source.name}")
+    allowed(claim)
+    name = str(claim["spec"]["volumeName"])
+    bound = await ask(client.path_to("/api/v1/persistentvolumes", name), f"PersistentVolume {name}")
+    volume = volume_of(claim, bound)
+    snapshot = shown_snapshot(source, claim, bound, volume.kind)
+    in_ceph = await _snapshot(source.namespace, snapshot, ask) if snapshot else ""
+    cluster = cluster_of(await _config(volume.secret[0], ask), volume.cluster)
+    secret = "/".join(volume.secret)
+    user, key = login_of(
+        await ask(
+            client.path_to(space, volume.secret[0], "secrets", volume.secret[1]), f"Secret {secret}"
+        )
+    )
+    ways = {"monitors": cluster.monitors, "user": user, "secret_file": str(key_file)}
+    if volume.kind == "cephfs":
+        tree = CephfsSource.model_validate(
+            {
+                "kind": "cephfs", "filesystem": volume.filesystem, "path": volume.directory, **ways,
+            }
+        )  # fmt: skip
+        note = "" if in_ceph or not volume.writers else (
+            f"pods may write to the claim ({volume.writers}): 'frozen' is your promise that none "
+            "does"
+        )  # fmt: skip
+        return ClaimedSource(tree, key, f"_{in_ceph}_" if in_ceph else "", note)
+    if not in_ceph:
+        raise ClaimError(
+            "it is an RBD image, which is cached from a snapshot only",
+            "make a VolumeSnapshot of the claim and name it as source.snapshot",
+        )
+    # ceph-csi makes an image of each snapshot, with a snapshot of the same name.
+    image = RbdSource.model_validate(
+        {
+            "kind": "rbd", "pool": volume.pool, "namespace": cluster.namespace, "image": in_ceph,
+            "snapshot": in_ceph, **ways,
+        }
+    )  # fmt: skip
+    return ClaimedSource(image, key)
+
+
+async def asked(source: PvcSource, key_file: Path, here: ThisNode) -> ClaimedSource:
+    """As ``find``, of the API server of this node's cluster. ClaimError says what is missing,
+    too; KubeError that nobody answered."""
+    server = client.ApiServer(here.cluster)
+
+    async def ask(path: str, about: str) -> Object:
+        return await server.request("GET", path, about=about, deadline=ANSWER_SECONDS)
+
+    try:
+        return await find(source, key_file, ask)
+    except pydantic.ValidationError as error:
+        why = f"what its volume says is not understood ({error.errors()[0]['msg']})"
+        raise ClaimError(why, "see 'kubectl describe pv'") from None
+    except client.KubeError as error:
+        if error.status == 404:
+            raise ClaimError(f"{error.thing} does not exist", "make it") from None
+        if error.status == 403:
+            remedy = "give the agent that right (docs/kubernetes.md, Cache a claim)"
+            raise ClaimError(f"the agent may not read {error.thing}", remedy) from None
+        raise
+    finally:
+        await server.close()
+
+
+def told(source: PvcSource, here: ThisNode) -> str:
+    """For 'nodeagent doctor': what the claim names. SourceError."""
+    try:
+        found = asyncio.run(asked(source, Path("/dev/null"), here))
+    except (ClaimError, client.KubeError) as error:
+        thing = f"claim {source.namespace}/{source.name}"
+        remedy = error.remedy or "see the API server"
+        raise kit.errors.SourceError(thing, str(error), remedy) from None
+    inner = found.source
+    where = f"{inner.filesystem}:{inner.path}" if isinstance(inner, CephfsSource) else inner.image
+    return f"{inner.kind} {where} as client.{inner.user}"
+
+
+async def _snapshot(namespace: str, name: str, ask: Ask) -> str:
+    """How Ceph calls a VolumeSnapshot."""
+    path = client.path_to(f"{SNAPSHOTS}/namespaces", namespace, "volumesnapshots", name)
+    snapshot = await ask(path, f"VolumeSnapshot {namespace}/{name}")
+    content = str((snapshot.get("status") or {}).get("boundVolumeSnapshotContentName") or "")
+    if not content:
+        raise ClaimError(f"VolumeSnapshot {namespace}/{name} is not bound", "wait for it")
+    path = client.path_to(f"{SNAPSHOTS}/volumesnapshotcontents", content)
+    bound = await ask(path, f"VolumeSnapshotContent {content}")
+    owner = (bound.get("spec") or {}).get("volumeSnapshotRef") or {}
+    if owner.get("uid") != snapshot["metadata"].get("uid"):
+        raise ClaimError(f"VolumeSnapshot {namespace}/{name} is not bound", "wait for it")
+    kind, prefix = str((bound.get("spec") or {}).get("volumeSnapshotClassName") or ""), ""
+    if kind:
+        path = client.path_to(f"{SNAPSHOTS}/volumesnapshotclasses", kind)
+        given = (await ask(path, f"VolumeSnapshotClass {kind}")).get("parameters") or {}
+        prefix = str(given.get("snapshotNamePrefix") or "")
+    return snapshot_name(bound, prefix)
+
+
+async def _config(namespace: str, ask: Ask) -> str:
+    """The monitors' entry of the ConfigMap of ceph-csi, or of Rook."""
+    for name, entry in CONFIGS:
+        path = client.path_to("/api/v1/namespaces", namespace, "configmaps", name)
+        try:
+            found = await ask(path, f"ConfigMap {namespace}/{name}")
+        except client.KubeError as error:
+            if error.status != 404 and (name, entry) == CONFIGS[-1]:
+                raise
+            continue
+        if text := (found.get("data") or {}).get(entry):
+            return str(text)
+    names = " or ".join(f"{namespace}/{name}" for name, _ in CONFIGS)
+    raise ClaimError(f"no ConfigMap {names} has monitors", "see where ceph-csi was installed")
+
+
+# --- the source
+
+
+class ClaimSource:
+    """The source of a dataset. ``folder``: as of the source that it becomes."""
+
+    replaceable = True
+    place = ""
+
+    def __init__(
+        self, dataset: DatasetSettings, source: PvcSource, folder: Path, memory: Path,
+        here: Callable[[], ThisNode],
+    ) -> None:  # fmt: skip
+        """``memory``: a file that tells the next agent whether it is an image. ``here``: whose
+        cluster is asked."""
+        self._dataset, self._source, self._folder, self._memory = dataset, source, folder, memory
+        self._here = here
+        self._thing = f"dataset {dataset.name}: claim {source.namespace}/{source.name}"
+        self._inner: cephfs.Cephfs | rbd.Rbd | None = None
+        self._found: ClaimedSource | None = None
+        self._due = 0.0  # monotonic: when the API server is asked again
+        self._kept_block = kit.formats.read(memory, None, dict) == {"block": True}
+        self.immutable = dataset.freshness != "frozen"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        source = self._source
+        return {
+            "kind": "pvc", "namespace": source.namespace, "name": source.name,
+            "snapshot": source.snapshot,
+        }  # fmt: skip
+
+    @property
+    def block(self) -> bool:
+        return self._kept_block if self._inner is None else self._inner.block
+
+    def take(self, source: Source) -> None:
+        assert isinstance(source, PvcSource)
+        self._source, self._due = source, 0.0
+
+    async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
+        inner = await self._reachable(deadline)
+        try:
+            reached = await inner.reach(deadline, serve=serve)
+        except kit.errors.SourceError:
+            self._ask_again()
+            raise
+        note = self._found.note if self._found is not None else ""
+        return dataclasses.replace(reached, note=reached.note or note)
+
+    async def snapshots(self, deadline: float) -> dict[str, float]:
+        found = await self._ask(deadline)
+        if not isinstance(found.source, CephfsSource):
+            return {}  # 'follow' is for directories
+        await asyncio.to_thread(self._write_key, found.key)
+        whole = cephfs.Cephfs(self._dataset, found.source, self._folder)
+        return await whole.snapshots(deadline)
+
+    async def release(self) -> None:
+        """The key stays in memory: the next look at the source asks nobody."""
+        if self._inner is not None:
+            await self._inner.release()
+        await asyncio.to_thread((self._folder / KEY).unlink, missing_ok=True)
+
+    # --- what it becomes
+
+    async def _reachable(self, deadline: float) -> cephfs.Cephfs | rbd.Rbd:
+        """The directory or image behind it, whose key is in its file."""
+        found = await self._ask(deadline)
+        await asyncio.to_thread(self._write_key, found.key)
+        source = found.source
+        if isinstance(source, CephfsSource) and (snapshot := await self._in_ceph(found, deadline)):
+            source = source.model_copy(update={"snapshot": snapshot})
+        if self._inner is not None and self._inner.identity == _made(self, source).identity:
+            self._inner.take(source)
+        else:
+            if self._inner is not None:
+                await self._inner.release()
+            self._inner = _made(self, source)
+            if self._inner.block and not self._kept_block:
+                text = json.dumps({"block": True}).encode()
+                await asyncio.to_thread(_keep, self._memory, text)
+                self._kept_block = True
+        return self._inner
+
+    async def _in_ceph(self, found: ClaimedSource, deadline: float) -> str:
+        """The snapshot's name inside of the volume's directory, '' without one. In CephFS one of a
+        subvolume lies a level above, and is seen here with that directory's number behind it."""
+        named = self._source.snapshot or ""
+        if named.startswith("_"):  # as 'freshness: follow' finds it
+            return named
+        if not found.marker:
+            return ""
+        names = await self.snapshots(deadline)
+        matching = [name for name in names if name.startswith(found.marker)]
+        if not matching:
+            why = f"it has no snapshot {found.marker}*"
+            remedy = "make the VolumeSnapshot again, or name another one"
+            raise base.GoneError(self._thing, why, f"{remedy}; it is tried again")
+        return matching[0]
+
+    def _write_key(self, key: str) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kit.files.save(self._folder / KEY, key.encode("ascii"), 0o600)
+
+    async def _ask(self, deadline: float) -> ClaimedSource:
+        """What it names. SourceError while nobody says that, or it cannot be."""
+        if self._found is not None and time.monotonic() < self._due:
+            return self._found
+        source = self._source
+        if (source.snapshot or "").startswith("_"):
+            source = source.model_copy(update={"snapshot": None})
+        try:
+            async with asyncio.timeout(deadline):
+                found = await asked(source, self._folder / KEY, self._here())
+        except ClaimError as error:
+            raise self._error(str(error), error.remedy) from None
+        except TimeoutError:
+            return self._as_before(f"the API server did not answer within {deadline:g}s")
+        except client.KubeError as error:
+            return self._as_before(str(error))
+        self._found = found
+        self._due = time.monotonic() + kit.pause.jittered(FOUND_SECONDS)
+        return found
+
+    def _as_before(self, why: str) -> ClaimedSource:
+        """Go on with what is known while the API server does not answer."""
+        if self._found is None:
+            raise self._error(f"it is not known what it names: {why}", "see the API server")
+        log.warning("claim is read as before", source=self._thing, why=why)
+        self._due = time.monotonic() + kit.pause.jittered(AGAIN_SECONDS)
+        return self._found
+
+    def _ask_again(self) -> None:
+        """Keys and monitors change: look whether they did, but not at each try."""
+        self._due = min(self._due, time.monotonic() + AGAIN_SECONDS)
+
+    def _error(self, cause: str, remedy: str) -> kit.errors.SourceError:
+        return kit.errors.SourceError(self._thing, cause, f"{remedy}; it is tried again")
+
+
+def _made(claim: ClaimSource, source: CephfsSource | RbdSource) -> cephfs.Cephfs | rbd.Rbd:
+    if isinstance(source, CephfsSource):
+        return cephfs.Cephfs(claim._dataset, source, claim._folder)
+    return rbd.Rbd(claim._dataset, source, claim._folder)
+
+
+def _keep(file: Path, content: bytes) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kit.files.save(file, content)
