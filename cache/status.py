@@ -149,7 +149,9 @@ def _role(shown: Dataset, each: Generation) -> str:
 
 
 def _of_identity(shown: Dataset) -> list[str]:
-    notes = [shown.reached.note] if shown.reached is not None and shown.reached.note else []
+    notes = [shown.source.note] if shown.source.note else []
+    if shown.reached is not None and shown.reached.note:
+        notes.append(shown.reached.note)
     if shown.generation.replaced:
         notes.append(f"began anew: {shown.generation.replaced}")
     if shown.current.unproven:

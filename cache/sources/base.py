@@ -63,6 +63,10 @@ class Source(Protocol):
     def block(self) -> bool:
         """A block image: the store has a copy of it and no tree."""
 
+    @property
+    def note(self) -> str:
+        """For operators, also while nothing of it is mounted; '' if there is none."""
+
     async def reach(self, deadline: float, *, serve: bool = True) -> Reached:
         """Mount it if the agent mounts it, and check that it answers.
 

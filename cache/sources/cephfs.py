@@ -33,8 +33,7 @@ class Cephfs:
     """``folder``: mount point, ceph.conf and keyring; only root can read them."""
 
     replaceable = True
-    place = ""
-
+    place = note = ""
     block = False
 
     def __init__(self, dataset: DatasetSettings, source: CephfsSource, folder: Path) -> None:

@@ -367,6 +367,10 @@ class ClaimSource:
     def block(self) -> bool:
         return self._kept_block if self._inner is None else self._inner.block
 
+    @property
+    def note(self) -> str:
+        return self._found.note if self._found is not None else ""
+
     def take(self, source: Source) -> None:
         assert isinstance(source, PvcSource)
         self._source, self._due = source, 0.0
@@ -374,12 +378,10 @@ class ClaimSource:
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         inner = await self._reachable(deadline)
         try:
-            reached = await inner.reach(deadline, serve=serve)
+            return await inner.reach(deadline, serve=serve)
         except kit.errors.SourceError:
             self._ask_again()
             raise
-        note = self._found.note if self._found is not None else ""
-        return dataclasses.replace(reached, note=reached.note or note)
 
     async def snapshots(self, deadline: float) -> dict[str, float]:
         found = await self._ask(deadline)

@@ -37,7 +37,7 @@ class Unknown:
 
     block = False
     immutable = replaceable = True
-    place = ""
+    place = note = ""
 
     def __init__(self, dataset: DatasetSettings) -> None:
         self._thing = f"dataset {dataset.name}: source"
@@ -99,6 +99,7 @@ class Directory:
     """A directory that something else has mounted, read in place."""
 
     block = False
+    note = ""
 
     def __init__(self, dataset: DatasetSettings, source: DirSource, state_dir: Path) -> None:
         self._state_dir = str(state_dir)

@@ -50,7 +50,7 @@ class Rbd:
     """``folder``: mount point, ceph.conf and keyring; only root can read them."""
 
     immutable = replaceable = block = True
-    place = ""
+    place = note = ""
 
     def __init__(self, dataset: DatasetSettings, source: RbdSource, folder: Path) -> None:
         self._source = source

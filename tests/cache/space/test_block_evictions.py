@@ -43,7 +43,7 @@ def write(top: Path) -> None:
 class Source:
     """A source of block images. ``root``: where it is mounted, '' where nothing can map it."""
 
-    immutable, replaceable, block, place = True, False, True, ""
+    immutable, replaceable, block, place, note = True, False, True, "", ""
     identity: dict[str, Any] = {"kind": "rbd"}  # noqa: RUF012 - it is only read
 
     def __init__(self, root: str) -> None:

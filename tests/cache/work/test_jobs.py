@@ -33,7 +33,7 @@ class Source:
     """A source that is held up in ``reach`` until ``go`` is set, and counts its callers."""
 
     immutable = replaceable = False
-    place = ""
+    place = note = ""
 
     def take(self, source: Any) -> None:
         pass
