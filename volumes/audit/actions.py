@@ -22,7 +22,7 @@ from linux import blockdev
 from volumes.audit import executors, journal
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mounting
-from volumes.audit.settings import ActionSettings
+from volumes.settings import ActionSettings
 
 DETACH = "detach-leaked"
 _RETRY_SECONDS = 60.0

@@ -16,8 +16,8 @@ from linux import blockdev
 from volumes.audit import executors, journal, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
-from volumes.audit.settings import RepairSettings
 from volumes.audit.types import GuardView
+from volumes.settings import RepairSettings
 
 _SAY_AGAIN_SECONDS = 3600.0  # a dry run is not journalled again sooner
 _RETRY_SECONDS = 60.0  # least time between two attempts of a step that failed

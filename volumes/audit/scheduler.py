@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
-from volumes.audit.settings import AuditSettings
 from volumes.audit.types import Scene
+from volumes.settings import AuditSettings
 
 # A volume is between staging and publishing for a moment.
 _BUSY_AFTER_SECONDS = 1.0

@@ -38,8 +38,8 @@ from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
-from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView, Scene
+from volumes.settings import AuditSettings, ClusterSettings, RepairSettings
 
 log = structlog.get_logger("audit")
 

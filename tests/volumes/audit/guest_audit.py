@@ -19,9 +19,9 @@ from nodeagent import reporter as reporting
 from tests.testbed import constants, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import follower, matcher, patterns
-from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView
 from volumes.probe import prober
+from volumes.settings import AuditSettings, ClusterSettings, RepairSettings
 
 CONF, MONITOR, SECRET, _ = sys.argv[1:]
 KUBELET = Path("/tmp/kubelet")

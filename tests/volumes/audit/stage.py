@@ -18,8 +18,8 @@ from nodeagent import reporter as reporting
 from tests.testbed import blockdev, constants, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher
-from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
+from volumes.settings import AuditSettings, ClusterSettings
 
 HOLDER = Path(__file__).with_name("holder.py")
 # How long a test waits for what must come; how long it takes is measured in tests/bench.

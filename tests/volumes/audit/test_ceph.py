@@ -17,7 +17,7 @@ from tests.testbed import blockdev, leftovers, waiting
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.settings import AuditSettings, ClusterSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 

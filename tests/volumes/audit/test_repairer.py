@@ -16,9 +16,9 @@ from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import status
 from volumes.audit.logs import matcher
-from volumes.audit.settings import RepairSettings
 from volumes.audit.types import GuardView
 from volumes.guard import explain
+from volumes.settings import RepairSettings
 
 pytestmark = pytest.mark.real
 

@@ -11,7 +11,7 @@ import kit.errors
 import kit.files
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import actions
-from volumes.audit.settings import ActionSettings
+from volumes.settings import ActionSettings
 
 STEP = actions.ActionPlan(actions.DETACH, "leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
 

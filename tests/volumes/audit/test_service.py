@@ -13,7 +13,7 @@ from volumes import metrics
 from volumes.audit import service, status
 from volumes.audit.inventory import model, scan
 from volumes.audit.logs import matcher
-from volumes.audit.settings import AuditSettings
+from volumes.settings import AuditSettings
 
 
 async def test_a_short_lived_private_copy_is_not_raised(

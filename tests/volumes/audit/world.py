@@ -8,8 +8,8 @@ from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
 from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
 from volumes.audit.rules.base import AuditRule, Outcome
-from volumes.audit.settings import AuditSettings
 from volumes.audit.types import LogHit, Scene, Severity, Trouble
+from volumes.settings import AuditSettings
 
 IMAGE = RbdImage(pool="rbd", name="csi-vol-1", fsid="f1")
 DEVICE = BlockDevice(
