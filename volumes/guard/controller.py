@@ -25,12 +25,10 @@ from linux import blockdev, kmsg, netlink
 from volumes import settings
 from volumes.guard import (
     canary,
-    cgroups,
     denials,
     kernel,
     lease,
     lease_manager,
-    memory,
     override,
     pace,
     raw_block,
@@ -69,7 +67,7 @@ class Controller:
         self.unsupported = ""  # why this kernel does not take the program
         self.proof = "unknown: not tried yet"
         self.proof_tried = False
-        self.memory = memory.Memory(state_dir)
+        self.memory = override.Memory(state_dir)
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self._devices = blockdev.Known()
@@ -80,9 +78,7 @@ class Controller:
             node="this node" if witness is None else witness.here.name,
             changed=changed, witness=witness,
         )  # fmt: skip
-        self._reports = reports.Reports(
-            self.manager, self.denials, self.ledger, is_watched=self._is_watched, changed=changed
-        )
+        self._reports = reports.Reports(self.manager, is_watched=self._is_watched, changed=changed)
         self.came_late = 0  # devices that were there before anything guarded them
         self._applied = False  # this agent's program and maps are in the kernel
         self._changed = changed
@@ -204,7 +200,7 @@ class Controller:
         again = PROOF_SECONDS if self.proof in canary.PROOFS else UNPROVED_SECONDS
         if self.guard is not None and now - self._proved >= again:
             self._proved = now
-            root = cgroups.is_root(self.guard.cgroup)
+            root = kernel.is_root_cgroup(self.guard.cgroup)
             self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
             self.proof_tried = True
         self._changed()
@@ -285,7 +281,7 @@ class Controller:
             self.settings, self.wanted_mode(), blockdev.majors(), self._guarded_parts
         )
         if self.memory.lost and present is not None:
-            new = memory.at_least(new, present)
+            new = kernel.at_least(new, present)
         self._majors = new.majors
         return new
 

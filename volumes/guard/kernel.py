@@ -17,16 +17,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kit.errors
 import kit.files
-from linux import bpf
+from linux import bpf, mountinfo
 from volumes import settings
-from volumes.guard import cgroups, pins
+from volumes.guard import pins
 
 # --- layouts shared with guard.bpf.c: change both together
 
@@ -36,6 +36,8 @@ COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
+_EVENT = struct.Struct("=QQ6I16s16s256s")
+_CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
 _LOCK_SECONDS = 10.0
 
@@ -118,6 +120,52 @@ class KernelLease:
         return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq, grace / 1e9)
 
 
+@dataclass(frozen=True)
+class Event:
+    """A write open that the guard denied, or in dry-run would have denied. Of one caller (a
+    program's name in one cgroup, on one device) the program reports 16 in a second, of all callers
+    on one device 64, and counts the rest."""
+
+    time: float  # CLOCK_MONOTONIC seconds
+    cgroup: int  # id in the cgroup v2 hierarchy: the directory's inode number
+    pid: int
+    parent_pid: int
+    number: Number
+    denied: bool
+    program: str  # the task's name
+    parent: str
+    arguments: tuple[str, ...]  # the first 256 bytes of the command line; may be empty
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Event":
+        time_ns, cgroup, pid, ppid, major, minor, mode, size, name, parent, args = _EVENT.unpack(
+            raw[: _EVENT.size]
+        )
+        words = args[: min(size, 256)].rstrip(b"\0").split(b"\0") if size else []
+        return cls(
+            time=time_ns / 1e9,
+            cgroup=cgroup,
+            pid=pid,
+            parent_pid=ppid,
+            number=(major, minor),
+            denied=mode == Mode.ENFORCE.number,
+            program=task_text(name),
+            parent=task_text(parent),
+            arguments=tuple(word.decode(errors="replace") for word in words),
+        )
+
+    @property
+    def caller(self) -> bytes:
+        """Its key in the kernel's map of callers."""
+        return _CALLER.pack(*self.number, self.cgroup, task_name(self.program))
+
+
+def whole_device(caller: bytes) -> bytes:
+    """The key in the kernel's map of callers for all of the caller's device."""
+    major, minor, *_ = _CALLER.unpack(caller)
+    return _CALLER.pack(major, minor, 0, b"")
+
+
 # --- what is wanted and what is there
 
 
@@ -182,6 +230,42 @@ class Present(Wanted):
         return wanted.devices <= self.devices and all(
             getattr(self, name) == getattr(wanted, name) for name in same
         )
+
+
+def at_least(wanted: Wanted, present: Present) -> Wanted:
+    """What to bring to the kernel while the last settings are lost: the mode as wanted, no major
+    less than there is, and nobody admitted who is not now."""
+    if not present.attached:
+        return wanted
+    return replace(
+        wanted,
+        majors=wanted.majors | present.majors,
+        openers=present.openers,
+        words=frozenset(
+            {word for word in present.words if word.kind is Kind.ALLOWED}
+            | {word for word in wanted.words if word.kind is not Kind.ALLOWED}
+        ),
+    )
+
+
+def find_cgroup() -> Path:
+    """The mount point of the whole cgroup v2 hierarchy. HostError without one."""
+    for mount in mountinfo.read():
+        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
+        if mount.fstype == "cgroup2" and is_root_cgroup(Path(mount.target)):
+            return Path(mount.target)
+    raise kit.errors.HostError(
+        "cgroup v2",
+        "its root is not mounted here",
+        "in a pod, mount the host's /sys/fs/cgroup and use the host's cgroup namespace; on a node "
+        "with cgroup v1 only: mount -t cgroup2 none /sys/fs/cgroup/unified; or set "
+        "volumes.guard.cgroup",
+    )
+
+
+def is_root_cgroup(cgroup: Path) -> bool:
+    """Only the real root has no cgroup.events; a container's root has one."""
+    return not (cgroup / "cgroup.events").exists()
 
 
 class Kernel:
@@ -273,7 +357,7 @@ class Kernel:
                 program.close()
         where: dict[str, Any] = {
             "cgroup": str(self.cgroup),
-            "whole_node": cgroups.is_root(self.cgroup),
+            "whole_node": is_root_cgroup(self.cgroup),
         }
         if not ours:
             self.close()

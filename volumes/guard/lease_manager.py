@@ -20,7 +20,7 @@ from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, doubt, holds, kernel, lease, pace, raw_block, steps
+from volumes.guard import denials, holds, kernel, lease, pace, raw_block, steps
 from volumes.guard.steps import Known, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
@@ -398,7 +398,7 @@ class LeaseManager(steps.Executor):
         await self.carry_out(steps, turn)
         # Of a blank device the cluster is asked later: until then the last look's answer holds.
         before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
-        known.missing = missing(known, turn.entry) or before
+        known.missing = steps.missing(known, turn.entry) or before
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -427,7 +427,7 @@ class LeaseManager(steps.Executor):
         if answer.mirror is not store.Knowledge.UNKNOWN:
             entry = self._entry(device)
             there = answer.known
-            known.missing = missing(known, store.merge(entry, there) if there else entry)
+            known.missing = steps.missing(known, store.merge(entry, there) if there else entry)
         after = blockdev.identify(device.name)
         is_rbd = device.lowest.driver == "rbd"
         now = time.monotonic()
@@ -561,10 +561,3 @@ def _may_be_held(known: Known, seen: Verdict) -> bool:
     if seen.has_content:
         return (seen.type, seen.uuid) == known.allowed_over
     return known.allowed or seen.verdict is Kind.BLANK_VERIFIED
-
-
-def missing(known: Known, entry: store.Entry | None) -> str:
-    """The content that the ledger knows and that certainly cannot be seen."""
-    if entry is None or entry.permitted or known.seen is None:
-        return ""
-    return entry.content if doubt.content_is_missing(known.seen, known.doubt) else ""

@@ -4,13 +4,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kit.findings import Finding, Severity
 from linux import blockdev
-from volumes import settings
-from volumes.guard import canary, controller, kernel, override, steps
+from volumes.guard import controller, kernel, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer
 from volumes.ledger.witness import Witness
@@ -194,26 +192,6 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
             for number, held in sorted(present.leases.items())
         ],
         "counters": dict(present.counters),
-    }
-
-
-async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
-    """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
-    recalled = await override.recall(wanted, state_dir)
-    guard = override.handle(override.in_force(wanted, recalled.last))
-    try:
-        present = guard.read()
-    finally:
-        guard.close()
-    found, from_file = recalled.override, override.settings_mode(wanted, recalled.last)
-    return describe_kernel(present) | {
-        "proof": await canary.prove(guard.cgroup, present.whole_node, state_dir),
-        "wanted_mode": str(found.mode if found else from_file),
-        "settings_mode": str(from_file),
-        "override": None if found is None else found.as_json(),
-        "operator_log": list(recalled.noted),
-        "damaged": [text for text in (recalled.error, recalled.lost) if text],
-        "agent": "not running",
     }
 
 

@@ -15,9 +15,8 @@ import kit.threads
 from linux import blockdev
 from volumes import settings
 from volumes.guard import kernel, lease
-from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
-from volumes.guard.pace import Pace
+from volumes.guard.pace import SILENT, Doubt, Pace
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
 from volumes.ledger.statement import Statement
@@ -53,6 +52,14 @@ class Known:
     witness: Statement | None = None  # what its PersistentVolume said when it was last asked
     cluster: Answer | None = None  # what the image's cluster said when it was last asked
     order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of checks and an operator's word
+
+
+def missing(known: Known, entry: store.Entry | None) -> str:
+    """The content that the ledger knows and that certainly cannot be seen."""
+    seen = known.seen
+    if entry is None or entry.permitted or seen is None or seen.has_content:
+        return ""
+    return entry.content if seen.verdict not in SILENT or known.doubt.agreed else ""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
-from volumes.guard import canary, controller
+from volumes.guard import canary, controller, without_agent
 from volumes.guard import status as volume_status
 from volumes.guard.kernel import Mode
 
@@ -105,7 +105,7 @@ async def main() -> None:
     await guard.start()
     kernel = guard.guard
     assert kernel is not None
-    status = await volume_status.without_agent(wanted, Path("/run/state"))
+    status = await without_agent.kernel_status(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
     # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.

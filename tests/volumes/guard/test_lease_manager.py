@@ -28,11 +28,11 @@ from volumes import settings
 from volumes.guard import (
     controller,
     denials,
-    doubt,
     explain,
     kernel,
     lease,
     lease_manager,
+    pace,
     raw_block,
     status,
     steps,
@@ -449,7 +449,7 @@ async def test_slow_is_not_missing_until_a_second_look_agrees(
         assert not (await looked_again(world)).doubt.looks
     world.verdict = dataclasses.replace(EXT4, verdict=kind)
     await looked_again(world)
-    monkeypatch.setattr(doubt, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "DOUBT_SECONDS", 0.0)
     known = await looked_again(world)
     assert known.missing == "ext4 u1"
     assert content_findings(known)["content-missing"] == "critical"

@@ -8,17 +8,19 @@ import pytest
 
 from linux import blockdev
 from tests.volumes.guard.world import DEVICE
-from volumes.guard import denials, events, reports, steps
+from volumes.guard import denials, kernel, reports, steps
 from volumes.ledger import store
 
-EVENT = events.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
+EVENT = kernel.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
 
 
 class Manager:
     """Notes what it is asked to check. It heard of ``DEVICE`` from the kernel's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.known = {DEVICE.name: steps.Known(DEVICE)}
+        self.denials = denials.Denials()
+        self.ledger = store.LedgerStore(folder)
         self.scheduled: list[blockdev.BlockDevice] = []
         self.refused: list[blockdev.BlockDevice | None] = []
 
@@ -38,11 +40,8 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     there = [before]
     monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
     monkeypatch.setattr(blockdev, "identify", lambda name: there[-1])
-    manager: Any = Manager()
-    kept = denials.Denials()
-    told = reports.Reports(
-        manager, kept, store.LedgerStore(tmp_path), is_watched=lambda _: True, changed=lambda: None
-    )
+    manager: Any = Manager(tmp_path)
+    told = reports.Reports(manager, is_watched=lambda _: True, changed=lambda: None)
     manager.known = {DEVICE.name: steps.Known(before)}
     told.denied(EVENT, None)
     there.append(DEVICE)
