@@ -16,7 +16,7 @@ import kit.room
 from linux import blockdev
 from volumes import metrics, settings
 from volumes.audit import service
-from volumes.audit.inventory import claims
+from volumes.audit.inventory import records
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override, status
 from volumes.ledger.witness import VolumeClaim, Witness
@@ -105,7 +105,7 @@ class Volumes:
         """Which volume of Kubernetes the device is, by the records of this moment."""
         try:
             found = await kit.child.call(
-                claims.on_device, device.name, str(self._settings.this_node.kubelet.root_dir),
+                records.on_device, device.name, str(self._settings.this_node.kubelet.root_dir),
                 deadline=_RECORDS_SECONDS,
             )  # fmt: skip
         except RuntimeError as error:

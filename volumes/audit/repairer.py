@@ -13,7 +13,7 @@ import kit.child
 import kit.errors
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit import executors, journal, repair
+from volumes.audit import actions, executors, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
 from volumes.audit.types import GuardView
@@ -43,7 +43,7 @@ class Repairer:
     def __init__(
         self,
         wanted: RepairSettings,
-        written: journal.ActionJournal,
+        written: actions.ActionJournal,
         claims: Claims | None = None,
         taint: Taint | None = None,
     ) -> None:
