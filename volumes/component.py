@@ -155,11 +155,11 @@ class Volumes:
         """The verdict on any block device, with what the ledger knows of its volume."""
         device = await asyncio.to_thread(blockdev.by_path, path)
         # By its own name: whoever gave ``path`` may have it lead elsewhere by now.
-        found = await self.guard.manager.prober.probe(device.path, device.encrypts)
-        return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
+        found = await self.guard.manager.checks.prober.probe(device.path, device.encrypts)
+        return status.describe_probe(device, found, self.guard.executor.ledger.get(device.volume))
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(each) for each in self.guard.ledger.entries()]
+        return [dataclasses.asdict(each) for each in self.guard.executor.ledger.entries()]
 
     async def accept(self, volume: str, by: str) -> dict[str, Any]:
         await self._note("accept", by, "", volume=volume)

@@ -19,7 +19,7 @@ LINE_FATES = ("seen", "dropped", "lost")
 
 def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable[Metric]:
     """``found``: its findings."""
-    present, manager = guard.present, guard.manager
+    present, manager, executor = guard.present, guard.manager, guard.executor
     counts = present.counters if present is not None else {}
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
@@ -57,41 +57,43 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
         "Denials that found the ring buffer full.",
         counts.get("lost", 0),
     )
-    yield counter("volumes_guard_leases", "Leases granted.", manager.granted)
-    if manager.witness is not None:
+    yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
+    if executor.witness is not None:
         yield counter(
             "volumes_kubernetes_requests",
             "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
             "minute); and marks that were written.",
-            manager.witness.counts,
+            executor.witness.counts,
             "what",
         )
     yield counter(
         "volumes_guard_denied_then_leased",
         "Denied attempts whose device got a lease right after, as with every new volume.",
-        guard.denials.delayed,
+        guard.manager.denials.delayed,
     )
     yield counter(
         "volumes_probes",
         "Probes by verdict.",
-        {str(kind): manager.verdicts.get(kind, 0) for kind in Kind},
+        {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind},
         "verdict",
     )
     yield gauge(
         "volumes_probes_hanging",
         "Abandoned probes whose device still does not answer.",
-        len(manager.prober.hanging),
+        len(manager.checks.prober.hanging),
     )
     yield gauge(
         "volumes_guarded_devices", "Attached devices of guarded drivers.", len(manager.known)
     )
     yield gauge(
-        "volumes_ledger_entries", "Volumes in this node's ledger.", len(guard.ledger.entries())
+        "volumes_ledger_entries",
+        "Volumes in this node's ledger.",
+        len(guard.executor.ledger.entries()),
     )
     yield counter(
         "volumes_cluster_failures",
         "Ceph clusters that did not answer.",
-        {"ask": guard.mirror.failures, "mirror": manager.mirror_failures},
+        {"ask": executor.mirror.failures, "mirror": executor.mirror_failures},
         "what",
     )
 

@@ -25,7 +25,6 @@ from linux import blockdev, kmsg, netlink
 from volumes import settings
 from volumes.guard import (
     canary,
-    denials,
     kernel,
     lease,
     lease_manager,
@@ -33,6 +32,7 @@ from volumes.guard import (
     pace,
     raw_block,
     reports,
+    steps,
 )
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
@@ -69,16 +69,15 @@ class Controller:
         self.proof_tried = False
         self.memory = override.Memory(state_dir)
         self.errors = lease.ErrorLog()
-        self.denials = denials.Denials()
         self._devices = blockdev.Known()
-        self.ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
-        self.mirror = Mirror(clusters, wanted.cluster_timeout)
-        self.manager = lease_manager.LeaseManager(
-            wanted, None, self.ledger, self.mirror, self.errors, self.denials,
-            node="this node" if witness is None else witness.here.name,
-            changed=changed, witness=witness,
-        )  # fmt: skip
-        self._reports = reports.Reports(self.manager, is_watched=self._is_watched, changed=changed)
+        ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
+        mirror = Mirror(clusters, wanted.cluster_timeout)
+        node = "this node" if witness is None else witness.here.name
+        self.executor = steps.Executor(None, ledger, mirror, node, witness)
+        self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
+        self._reports = reports.Reports(
+            self.manager, ledger, is_watched=self._is_watched, changed=changed
+        )
         self.came_late = 0  # devices that were there before anything guarded them
         self._applied = False  # this agent's program and maps are in the kernel
         self._changed = changed
@@ -101,19 +100,19 @@ class Controller:
         except OSError as error:
             why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(
-                f"ledger {self.ledger.folder}", why, "make it readable"
+                f"ledger {self.executor.ledger.folder}", why, "make it readable"
             ) from error
         self._listen()
         if self._mounts is not None:
             await self._mounts.start()
         await self.apply(self.settings)
         self.manager.holds.warm()
-        await self.manager.prober.warm()
+        await self.manager.checks.prober.warm()
 
     def _load(self) -> None:
         """Blocks on the state directory's disk."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.ledger.load()
+        self.executor.ledger.load()
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -138,9 +137,9 @@ class Controller:
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         await self.manager.close()
-        await self.mirror.close()
-        if self.manager.witness is not None:
-            await self.manager.witness.close()
+        await self.executor.mirror.close()
+        if self.executor.witness is not None:
+            await self.executor.witness.close()
         self._reports.close()
         for source in (self._kmsg, self._uevents):
             if source is not None:
@@ -182,10 +181,10 @@ class Controller:
     ) -> None:
         """Bring the kernel to the settings and an operator's override; scan for devices."""
         if clusters is not None:
-            await self.mirror.apply(clusters, new.cluster_timeout)
+            await self.executor.mirror.apply(clusters, new.cluster_timeout)
         await self.memory.refresh(new, self._found_mode if self.present is None else None)
-        self.settings = self.manager.settings = new = self.memory.in_force(new)
-        self.manager.prober.deadline = new.probe_timeout
+        self.settings = self.manager.checks.settings = new = self.memory.in_force(new)
+        self.manager.checks.prober.deadline = new.probe_timeout
         if self.present is None:  # what came while there was no agent
             self._majors = self._wanted().majors
             there = await asyncio.to_thread(self._devices.all)
@@ -223,8 +222,8 @@ class Controller:
             self.unsupported = str(error)
             self.present = await self._what_is_left()
         attached = self.present is not None and self.present.attached
-        adopted = attached and self.manager.leases is not self.guard
-        self.manager.leases = self.guard if attached else None
+        adopted = attached and self.executor.leases is not self.guard
+        self.executor.leases = self.guard if attached else None
         if adopted:
             self.manager.revoke_unproven()
         if attached and self.guard is not None:
@@ -345,7 +344,7 @@ class Controller:
             if known is not None and not lease.same_medium(
                 known.device.attachment, device.attachment
             ):
-                self.manager.replaced(known)
+                self.manager.checks.replaced(known)
             self.manager.schedule(name, device)
         return device
 

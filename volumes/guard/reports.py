@@ -22,6 +22,7 @@ import structlog
 from linux import blockdev, bpf
 from volumes.guard import denials, kernel, lease_manager
 from volumes.guard.denials import Denial
+from volumes.ledger import store
 
 log = structlog.get_logger("volumes")
 
@@ -130,11 +131,13 @@ class Reports:
     def __init__(
         self,
         manager: lease_manager.LeaseManager,
+        ledger: store.LedgerStore,
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
+        self._ledger = ledger
         self._is_watched = is_watched
         self._changed = changed
         self._windows = Windows(self._held_back, self._more)
@@ -186,7 +189,7 @@ class Reports:
             known = self._manager.known.get(name)
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
-        remembered = self._manager.ledger.get(volume)
+        remembered = self._ledger.get(volume)
         early = undecided and not (remembered and remembered.type)
         attachment = device.attachment if device else None
         key = event.caller, event.denied, early, attachment

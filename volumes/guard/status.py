@@ -17,8 +17,8 @@ from volumes.probe.examine import Kind, Verdict
 
 def findings(guard: controller.Controller, now: float) -> list[Finding]:
     """Everything that is wrong now. ``now``: Unix seconds."""
-    found = guard.denials.findings(now)
-    hanging = guard.manager.prober.hanging
+    found = guard.manager.denials.findings(now)
+    hanging = guard.manager.checks.prober.hanging
     for known in guard.manager.known.values():
         found += _of_device(known, known.device.path in hanging)
     return [*found, *_of_guard(guard)]
@@ -82,10 +82,11 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             f"{guard.memory.settings_mode(guard.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
-    if guard.manager.witness is not None:
-        yield from _of_witness(guard.manager.witness)
-    damaged = sorted(guard.ledger.unreadable.items())[:20]
-    newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
+    if guard.executor.witness is not None:
+        yield from _of_witness(guard.executor.witness)
+    ledger, mirror = guard.executor.ledger, guard.executor.mirror
+    damaged = sorted(ledger.unreadable.items())[:20]
+    newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
     said = (guard.memory.error, guard.memory.lost, guard.memory.unwritten)
     for text in (*said, *files, *newer):
@@ -216,11 +217,11 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
-        "kubernetes": guard.manager.witness.status() if guard.manager.witness else None,
+        "kubernetes": guard.executor.witness.status() if guard.executor.witness else None,
         "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
-        "denials": [dataclasses.asdict(each) for each in guard.denials.last],
-        "denied_then_leased": guard.denials.delayed,
-        "probes_hanging": sorted(guard.manager.prober.hanging),
+        "denials": [dataclasses.asdict(each) for each in guard.manager.denials.last],
+        "denied_then_leased": guard.manager.denials.delayed,
+        "probes_hanging": sorted(guard.manager.checks.prober.hanging),
         "held": guard.manager.holds.names,
         "in_force": not guard.problems(),
         "reasons": guard.problems(),

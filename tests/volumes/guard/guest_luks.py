@@ -72,7 +72,7 @@ async def encrypted(
         "the mapping's entry",
         lambda: (
             (known := guard.manager.known.get(name))
-            and (entry := guard.ledger.get(known.device.volume))
+            and (entry := guard.executor.ledger.get(known.device.volume))
             and entry.type == "ext4"
         ),
     )

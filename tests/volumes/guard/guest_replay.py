@@ -125,8 +125,9 @@ async def main() -> None:
     identity = blockdev.identify(name)
     assert identity is not None and identity.image is not None
     say(f"volume {identity.volume}")
-    await until("the ledger", lambda: (guard.ledger.get(identity.volume) or identity).title
-                and (e := guard.ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
+    ledger = guard.executor.ledger
+    await until("the ledger", lambda: (ledger.get(identity.volume) or identity).title
+                and (e := ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
     online = await in_thread("resize2fs", device)
     say(f"resize2fs while mounted {online.returncode}")
     run("umount", TARGET)
@@ -172,7 +173,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.mirror.ask(identity.image, Extents())
+    answer = await guard.executor.mirror.ask(identity.image, Extents())
     say(f"metadata {answer.mirror} extents {answer.extents}")
     for kind in ("luks1", "luks2"):
         secret = attach(f"secret-{kind}")

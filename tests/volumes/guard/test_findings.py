@@ -56,7 +56,7 @@ async def test_a_kernel_that_takes_no_program_is_critical_and_doctor_says_it(
     wanted = settings.GuardSettings(mode="enforce")
     control: Any = controller.Controller(wanted, (), state_dir=tmp_path)
     await control._attach()
-    assert control.manager.leases is None, "where nothing refuses, nothing is granted"
+    assert control.executor.leases is None, "where nothing refuses, nothing is granted"
     (found,) = status.findings(control, 0.0)
     assert (found.rule, found.severity) == ("guard-not-in-force", Severity.CRITICAL)
     assert "does not take it" in found.message

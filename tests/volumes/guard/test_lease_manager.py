@@ -26,6 +26,7 @@ from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
 from volumes import settings
 from volumes.guard import (
+    checks,
     controller,
     denials,
     explain,
@@ -155,8 +156,8 @@ async def test_growth_keeps_the_permission_of_a_raw_volume(world: World) -> None
 
 async def test_lease_of_a_partition_needs_a_living_agent(world: World) -> None:
     part = dataclasses.replace(DEVICE, name="rbd99p1", number=(259, 1), parent="rbd99")
-    assert world.manager._grace(DEVICE) == 0
-    assert world.manager._grace(part) == lease.GRACE_SECONDS
+    assert world.manager.executor.grace(DEVICE) == 0
+    assert world.manager.executor.grace(part) == lease.GRACE_SECONDS
 
 
 @pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
@@ -366,7 +367,7 @@ async def test_a_write_during_the_last_look_at_an_unused_lease_gets_a_lease_and_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That look was not asked for by a writer, and would answer him "the next attempt gets one"."""
-    monkeypatch.setattr(lease_manager, "LEASED_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
     await world.checked()
     probe, refused = world.probe, list[denials.Denial]()
 
@@ -633,7 +634,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
     try:
         for _ in range(tries):
             with pytest.raises(TimeoutError):
-                await world.manager._save(store.Entry("volume"))
+                await world.manager.executor.save(store.Entry("volume"))
         async with asyncio.timeout(waiting.limit(60)):
             assert await asyncio.to_thread(lambda: "here") == "here"
     finally:
@@ -776,7 +777,7 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
     world.device = dataclasses.replace(NBD, backing="second")
     control._seen("rbd99")
     try:
-        assert "rbd99" not in manager.published
+        assert "rbd99" not in manager.checks.published
         assert not world.map
         # The next pod's publication comes before the check, which ends nothing once more.
         await the_next_pods_publication_permits(world, manager)

@@ -17,7 +17,7 @@ from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph, waiting
 from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager, steps
+from volumes.guard import kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -125,9 +125,8 @@ class Bench:
         self.clusters = mirror.Mirror((_credentials(backend),), deadline)
         errors = lease.ErrorLog()
         errors.readable = True
-        self.manager = lease_manager.LeaseManager(
-            wanted, self.guard, self.ledger, self.clusters, errors, denials.Denials(), node="n"
-        )
+        executor = steps.Executor(self.guard, self.ledger, self.clusters, "n")
+        self.manager = lease_manager.LeaseManager(wanted, executor, errors)
 
     async def decided(self, device: str) -> steps.Known:
         name = Path(device).name

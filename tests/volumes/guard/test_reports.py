@@ -17,10 +17,9 @@ EVENT = kernel.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
 class Manager:
     """Notes what it is asked to check. It heard of ``DEVICE`` from the kernel's events."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.known = {DEVICE.name: steps.Known(DEVICE)}
         self.denials = denials.Denials()
-        self.ledger = store.LedgerStore(folder)
         self.scheduled: list[blockdev.BlockDevice] = []
         self.refused: list[blockdev.BlockDevice | None] = []
 
@@ -40,8 +39,9 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     there = [before]
     monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
     monkeypatch.setattr(blockdev, "identify", lambda name: there[-1])
-    manager: Any = Manager(tmp_path)
-    told = reports.Reports(manager, is_watched=lambda _: True, changed=lambda: None)
+    manager: Any = Manager()
+    ledger = store.LedgerStore(tmp_path)
+    told = reports.Reports(manager, ledger, is_watched=lambda _: True, changed=lambda: None)
     manager.known = {DEVICE.name: steps.Known(before)}
     told.denied(EVENT, None)
     there.append(DEVICE)

@@ -13,7 +13,7 @@ from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import constants, waiting
 from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager, raw_block
+from volumes.guard import kernel, lease, lease_manager, raw_block, steps
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
 
@@ -84,11 +84,12 @@ class World:
         errors = lease.ErrorLog()
         errors.readable = True
         made = lease_manager.LeaseManager(
-            constants.made(settings.GuardSettings, settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
-            errors, denials.Denials(), node="n",
-        )  # fmt: skip
-        made.prober = self  # type: ignore[assignment]
-        made.holds = self.holds  # type: ignore[assignment]
+            constants.made(settings.GuardSettings, settle=0.05),
+            steps.Executor(self, self.ledger, self, "n"),  # type: ignore[arg-type]
+            errors,
+        )
+        made.checks.prober = self  # type: ignore[assignment]
+        made.holds = made.checks._holds = self.holds  # type: ignore[assignment]
         return made
 
     def _identify(self, name: str) -> blockdev.BlockDevice | None:
