@@ -20,6 +20,7 @@ from volumes.audit.inventory import records
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override, status
 from volumes.ledger.witness import VolumeClaim, Witness
+from volumes.node import watch
 from volumes.probe.examine import Kind
 
 _REPORT_SECONDS = 0.2
@@ -43,9 +44,10 @@ class Volumes:
         self._reporter = reporter
         self._found: list[kit.findings.Finding] = []  # the guard's
         self.witness = Witness(wanted.kubernetes, wanted.this_node, self._claim)
+        node = watch.NodeWatch()
         self.guard = controller.Controller(
             wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._guard_changed,
-            witness=self.witness,
+            witness=self.witness, node=node,
         )  # fmt: skip
         self.audit = service.Audit(
             wanted.audit,
@@ -58,6 +60,7 @@ class Volumes:
             kubelet=wanted.this_node.kubelet,
             claims=self.witness.attached_here,
             taint=self.witness.taint,
+            node=node,
         )
         self._advanced = time.monotonic()
         self._reported = -1e9  # time.monotonic()

@@ -14,7 +14,8 @@ from ceph.settings import ClusterSettings
 from kit.checks import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
-from volumes.guard import kernel, override, raw_block
+from volumes.guard import kernel, override
+from volumes.node import raw_block
 
 
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:

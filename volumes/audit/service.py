@@ -24,7 +24,7 @@ import kit.findings
 import kit.room
 from ceph import protocol
 from kube.settings import KubeletSettings
-from linux import mountinfo, netlink, syscalls
+from linux import netlink, syscalls
 from volumes.audit import (
     actions,
     cluster_polling,
@@ -39,12 +39,12 @@ from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
 from volumes.audit.types import GuardView, Scene
+from volumes.node.watch import NodeWatch
 from volumes.settings import AuditSettings, ClusterSettings, RepairSettings
 
 log = structlog.get_logger("audit")
 
 ORIGIN = "volume-audit"
-_HOST_TABLE = "/proc/1/mountinfo"
 _DEBOUNCE_SECONDS = 0.2  # a burst of mounts is one change
 # While kubelet has a mount namespace of its own: only pid 1's mount table is watched.
 _OWN_NAMESPACE_SECONDS = 5.0
@@ -79,6 +79,7 @@ class Audit:
         kubelet: KubeletSettings | None = None,
         claims: repairer.Claims | None = None,
         taint: repairer.Taint | None = None,
+        node: NodeWatch | None = None,
     ) -> None:
         self.settings = settings
         self.watched = Watched(tuple(clusters), tuple(drivers), kubelet or KubeletSettings())
@@ -104,8 +105,7 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watches = contextlib.ExitStack()  # of mounts and devices
-        self._uevents: netlink.Uevents | None = None
+        self._node = node or NodeWatch()
         self._changed: set[str] | None = None  # devices that uevents named; None: read all
         self._all_read = 0.0  # monotonic time
         self._advanced = 0.0  # monotonic time of the loop's last round
@@ -118,25 +118,15 @@ class Audit:
         if not self.settings.enabled:
             return
         self._load_patterns(self.settings)
-        try:
-            watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
-        except OSError as error:
+        self._node.devices.append(self._devices_changed)
+        self._node.mounts.append(self._mounts_changed)
+        await self._node.start(self)
+        if self._node.blind:
             raise kit.errors.HostError(
-                _HOST_TABLE,
-                f"cannot be read ({error.strerror})",
+                "/proc/1/mountinfo",
+                f"cannot be read ({self._node.blind})",
                 "run with the host's pid namespace (hostPID: true)",
-            ) from error
-        self._watches.callback(watch.close)
-        try:
-            uevents = netlink.Uevents()
-        except OSError as error:
-            log.warning("no uevents: new devices are found at intervals only", error=str(error))
-        else:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(uevents.fd, self._devices_changed)
-            self._uevents = uevents
-            self._watches.callback(uevents.close)
-            self._watches.callback(loop.remove_reader, uevents.fd)
+            )
         self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
@@ -200,7 +190,7 @@ class Audit:
 
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
-        self._watches.close()
+        await self._node.stop(self)
         tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
         for task in tasks:
             task.cancel()
@@ -229,20 +219,15 @@ class Audit:
         self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
-    def _devices_changed(self) -> None:
-        self._hear()
+    def _devices_changed(self, found: Sequence[netlink.Uevent] | None) -> None:
+        """Note which devices the uevents name; None: some may be lost."""
+        if found is None or self._changed is None:
+            self._changed = None
+        else:
+            self._changed |= {event.name for event in found}
+            if len(self._changed) > _MOST_CHANGED:
+                self._changed = None
         self._wake.set()
-
-    def _hear(self) -> None:
-        """Note which devices the waiting uevents name."""
-        try:
-            while self._uevents is not None and (found := self._uevents.read()):
-                if self._changed is not None:
-                    self._changed |= {event.name for event in found}
-        except (netlink.Overflow, OSError):
-            self._changed = None
-        if self._changed is not None and len(self._changed) > _MOST_CHANGED:
-            self._changed = None
 
     def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
         self._note(found)
@@ -346,13 +331,13 @@ class Audit:
             self._blind = f"{error.thing}: {error.cause}"
 
     def _request(self, depth: scheduler.Depth) -> scan.Request:
-        self._hear()
+        self._node.hear()
         if depth.deep and time.monotonic() - self._all_read >= _ALL_SECONDS:
             self._changed = None
         changed = None if self._changed is None else tuple(sorted(self._changed))
         if changed is None:
             self._all_read = time.monotonic()
-        self._changed = None if self._uevents is None else set()
+        self._changed = set() if self._node.hears_devices else None
         return scan.Request(
             drivers=self.watched.drivers,
             kubelet=str(self.watched.kubelet.root_dir),

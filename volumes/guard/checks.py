@@ -15,12 +15,13 @@ import structlog
 from ceph.protocol import Extents
 from linux import blockdev
 from volumes import settings
-from volumes.guard import lease, raw_block
+from volumes.guard import lease
 from volumes.guard.holds import Holds
 from volumes.guard.steps import Executor, Known, Turn, missing
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
 from volumes.ledger.statement import NO_CLUSTER, Statement
+from volumes.node import raw_block
 from volumes.probe import prober, signature_offsets
 from volumes.probe.examine import Kind, Verdict
 

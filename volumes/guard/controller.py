@@ -30,13 +30,13 @@ from volumes.guard import (
     lease_manager,
     override,
     pace,
-    raw_block,
     reports,
     steps,
 )
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
 from volumes.ledger.witness import Witness
+from volumes.node.watch import NodeWatch
 
 log = structlog.get_logger("volumes")
 
@@ -59,6 +59,7 @@ class Controller:
         state_dir: Path,
         changed: Callable[[], None] = lambda: None,
         witness: Witness | None = None,
+        node: NodeWatch | None = None,
     ) -> None:
         self.settings = wanted
         self.state_dir = state_dir
@@ -72,8 +73,8 @@ class Controller:
         self._devices = blockdev.Known()
         ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
         mirror = Mirror(clusters, wanted.cluster_timeout)
-        node = "this node" if witness is None else witness.here.name
-        self.executor = steps.Executor(None, ledger, mirror, node, witness)
+        here = "this node" if witness is None else witness.here.name
+        self.executor = steps.Executor(None, ledger, mirror, here, witness)
         self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
         self._reports = reports.Reports(
             self.manager, ledger, is_watched=self._is_watched, changed=changed
@@ -81,8 +82,7 @@ class Controller:
         self.came_late = 0  # devices that were there before anything guarded them
         self._applied = False  # this agent's program and maps are in the kernel
         self._changed = changed
-        self._uevents: netlink.Uevents | None = None
-        self._mounts: raw_block.Watch | None = None
+        self.node = node or NodeWatch()
         self._kmsg: kmsg.Kmsg | None = None
         self._looked = self._scanned = self._proved = -1e9
         self._names: list[str] = []  # of all devices, at the last scan
@@ -102,9 +102,10 @@ class Controller:
             raise kit.errors.HostError(
                 f"ledger {self.executor.ledger.folder}", why, "make it readable"
             ) from error
-        self._listen()
-        if self._mounts is not None:
-            await self._mounts.start()
+        self._follow_kernel_log()
+        self.node.devices.append(self._on_devices)
+        self.node.published.append(self.manager.mounts_changed)
+        await self.node.start(self)
         await self.apply(self.settings)
         self.manager.holds.warm()
         await self.manager.checks.prober.warm()
@@ -114,7 +115,7 @@ class Controller:
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.executor.ledger.load()
 
-    def _listen(self) -> None:
+    def _follow_kernel_log(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             self._kmsg = kmsg.Kmsg()
@@ -124,15 +125,6 @@ class Controller:
             loop.add_reader(self._kmsg.fd, self._on_kmsg)
         except OSError as error:
             log.warning("kernel log cannot be read: no automatic leases", error=str(error))
-        try:
-            self._uevents = netlink.Uevents()
-            loop.add_reader(self._uevents.fd, self._on_uevent)
-        except OSError as error:
-            log.warning("no uevents: devices are found by scanning", error=str(error))
-        try:
-            self._mounts = raw_block.Watch(self.manager.mounts_changed)
-        except OSError as error:
-            log.warning("no watch of mounts: raw block volumes are found late", error=str(error))
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -141,13 +133,11 @@ class Controller:
         if self.executor.witness is not None:
             await self.executor.witness.close()
         self._reports.close()
-        for source in (self._kmsg, self._uevents):
-            if source is not None:
-                loop.remove_reader(source.fd)
-                source.close()
-        if self._mounts is not None:
-            await self._mounts.close()
-        self._kmsg = self._uevents = self._mounts = None
+        await self.node.stop(self)
+        if self._kmsg is not None:
+            loop.remove_reader(self._kmsg.fd)
+            self._kmsg.close()
+            self._kmsg = None
         if self.guard is not None:
             self.guard.close()
 
@@ -302,19 +292,14 @@ class Controller:
         if self._kmsg.lost != before:
             self.errors.lost(now)
 
-    def _on_uevent(self) -> None:
-        assert self._uevents is not None
-        try:
-            for event in self._uevents.read():
-                if event.action == "remove":
-                    if self.manager.knows(event.name):
-                        self.manager.forget(event.name)
-                else:
-                    self._seen(event.name)
-        except netlink.Overflow:
+    def _on_devices(self, found: Sequence[netlink.Uevent] | None) -> None:
+        if found is None:
             self._scanned = -1e9  # with the next reconcile
-        except OSError as error:
-            log.warning("uevents cannot be read", error=str(error))
+        for event in found or ():
+            if event.action != "remove":
+                self._seen(event.name)
+            elif self.manager.knows(event.name):
+                self.manager.forget(event.name)
 
     # --- devices
 
@@ -388,7 +373,7 @@ class Controller:
         """A scan where one is due, else only what the clock makes due."""
         now = time.monotonic()
         names = await asyncio.to_thread(blockdev.names)
-        heard = self._uevents is not None and names == self._names
+        heard = self.node.hears_devices and names == self._names
         if not heard or now - self._scanned >= SCAN_SECONDS:
             self._scanned, self._names = now, names
             await self._scan()

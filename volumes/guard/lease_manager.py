@@ -16,9 +16,10 @@ import kit.errors
 from kit import processes
 from linux import blockdev
 from volumes import settings
-from volumes.guard import checks, denials, holds, lease, pace, raw_block, steps
+from volumes.guard import checks, denials, holds, lease, pace, steps
 from volumes.guard.steps import Known, Turn
 from volumes.ledger import store
+from volumes.node import raw_block
 
 log = structlog.get_logger("volumes")
 

@@ -136,7 +136,8 @@ async def test_devices_that_uevents_name_are_read_again(
     audit = service.Audit(
         world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
     )
-    audit._uevents = Uevents()  # type: ignore[assignment]
+    audit._node._uevents = Uevents()  # type: ignore[assignment]
+    audit._node.devices.append(audit._devices_changed)
     monkeypatch.setattr(audit.scanner, "scan", look)
     await audit.round()
     await audit.round()

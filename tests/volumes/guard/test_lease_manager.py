@@ -34,12 +34,13 @@ from volumes.guard import (
     lease,
     lease_manager,
     pace,
-    raw_block,
     status,
     steps,
 )
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
+from volumes.node import raw_block
+from volumes.node.watch import RawBlockWatch
 from volumes.probe.examine import Kind, Verdict
 
 
@@ -691,7 +692,7 @@ async def test_at_the_start_what_cannot_be_looked_at_takes_nothing_back(
     """Nodes in a tmpfs whose numbers nobody tells in time; a kubelet's table that fails."""
     monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset({1}), {b"1": 1}))
     told: list[tuple[raw_block.Table, bool]] = []
-    watch = raw_block.Watch(lambda table, whole: told.append((table, whole)))
+    watch = RawBlockWatch(lambda table, whole: told.append((table, whole)))
     row = PUBLISHED.replace(b"/rbd99 ", b"/node ").replace(b"devtmpfs udev", b"tmpfs tmpfs")
 
     async def read() -> bytes:
@@ -733,7 +734,7 @@ async def test_at_the_start_a_kubelet_that_has_just_ended_leaves_the_tables_inco
     spaces = (frozenset({1}), {b"1": 1, b"2": no_process})
     monkeypatch.setattr(raw_block, "spaces", lambda: spaces)
     told: list[bool] = []
-    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    watch = RawBlockWatch(lambda _, whole: told.append(whole))
     try:
         await watch._tell()
         assert told == [False]

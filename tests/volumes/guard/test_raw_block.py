@@ -19,7 +19,10 @@ import pytest
 
 from tests.testbed import blockdev, cell, constants, waiting
 from volumes import settings
-from volumes.guard import controller, kernel, lease, raw_block
+from volumes.guard import controller, kernel, lease
+from volumes.node import raw_block
+from volumes.node import watch as node_watch
+from volumes.node.watch import RawBlockWatch
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -124,8 +127,8 @@ async def test_a_look_that_fails_ends_no_guard_and_is_tried_again(
 
     with monkeypatch.context() as broken:
         broken.setattr(raw_block, "spaces", fail)
-        broken.setattr(raw_block, "SEARCH_SECONDS", 0.05)
-        watch = raw_block.Watch(lambda table, _: seen.append(table))
+        broken.setattr(node_watch, "SEARCH_SECONDS", 0.05)
+        watch = RawBlockWatch(lambda table, _: seen.append(table))
         try:
             await watch.start()  # and so does the guard
             failed.clear()
@@ -141,7 +144,7 @@ async def test_a_table_that_cannot_be_read_counts_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
-    watch = raw_block.Watch(lambda *_: None)
+    watch = RawBlockWatch(lambda *_: None)
     try:
         mounted = watch._spaces[1].watch
         assert mounted is not None
@@ -394,7 +397,7 @@ async def test_a_kubelet_has_been_seen_once_it_had_time_to_publish(
     there = [os.getpid()] if at_start else []
     monkeypatch.setattr(raw_block, "kubelets", lambda _: list(there))
     told = list[bool]()
-    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    watch = RawBlockWatch(lambda _, whole: told.append(whole))
     try:
         for _ in range(3):
             await watch._tell()
@@ -421,7 +424,7 @@ async def test_a_kubelet_that_starts_again_keeps_its_publications(
         name = device.removeprefix("/dev/")
         there.append(first.process.pid)
         assert first.goes_on() == "published"
-        watch = raw_block.Watch(lambda *_: None)
+        watch = RawBlockWatch(lambda *_: None)
         try:
             assert name in await watch._look()
             first.end()

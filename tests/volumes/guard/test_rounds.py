@@ -20,7 +20,7 @@ class World:
         self.scans = 0
         self.checked: list[str] = []
         self.guard = controller.Controller(settings.GuardSettings(), (), state_dir=folder)
-        self.guard._uevents = object()  # type: ignore[assignment]  # they are heard
+        self.guard.node._uevents = object()  # type: ignore[assignment]  # they are heard
         now = time.monotonic()
         for device in self.there:
             self.guard.manager.known[device.name] = steps.Known(device, checked=now)
@@ -70,7 +70,7 @@ async def test_all_devices_are_read_only_where_an_event_may_be_lost(
     world.guard._scanned -= controller.SCAN_SECONDS
     await world.look()
     assert world.scans == 4
-    world.guard._uevents = None
+    world.guard.node._uevents = None
     await world.look()
     assert world.scans == 5
 

@@ -13,8 +13,9 @@ from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import constants, waiting
 from volumes import settings
-from volumes.guard import kernel, lease, lease_manager, raw_block, steps
+from volumes.guard import kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
+from volumes.node import raw_block
 from volumes.probe.examine import Kind, Verdict
 
 SIZE = 2**30

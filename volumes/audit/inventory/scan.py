@@ -9,7 +9,6 @@ time is killed and abandoned, and the next scan starts another one.
 import dataclasses
 import gc
 import os
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from linux import blockdev, mountinfo, procfs, rbd_sysfs
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume, related
+from volumes.node import raw_block
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.
@@ -369,15 +369,14 @@ def _tmpfs_nodes(
         roots += [f"{proc}/{pid}/root" for pid in processes.named("kubelet")]
     found: dict[blockdev.Number, list[str]] = {}
     for mount in host:
-        if mount.fstype != "tmpfs" or "/volumeDevices/" not in mount.target:
+        if mount.fstype != "tmpfs" or not raw_block.is_published(mount):
             continue
         for each in roots:
             try:
-                status = os.stat(each + mount.target)
+                number = raw_block.block_nodes(each, [mount.target]).get(mount.target)
             except OSError:
                 continue
-            if stat.S_ISBLK(status.st_mode):
-                number = os.major(status.st_rdev), os.minor(status.st_rdev)
+            if number is not None:
                 found.setdefault(number, []).append(mount.target)
                 break
     return found
