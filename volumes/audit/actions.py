@@ -42,7 +42,6 @@ _MOST_LAST = 100
 class ActionPlan:
     """One action. ``refusal`` says why it must not be carried out; empty when it may."""
 
-    action: str
     finding: str  # id
     device: str
     what: str  # for people
@@ -87,7 +86,6 @@ def _detach(
         way = f"/proc/{owner.pid}{task}/ns/mnt"
     targets = sorted({place.target for place in places})
     return ActionPlan(
-        DETACH,
         finding.id,
         device.name,
         f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}",
@@ -103,11 +101,6 @@ def _detach(
 
 
 # -- carrying out ------------------------------------------------------------------------------
-
-
-def modes(settings: ActionSettings) -> dict[str, str]:
-    """Each action's mode: off, dry-run or on."""
-    return {DETACH: settings.detach_leaked}
 
 
 class ActionJournal:
@@ -156,7 +149,7 @@ class Runner:
         self.journal = ActionJournal(state_dir)
         self.last = self.journal.last
         self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
-        self._not_before: dict[tuple[str, str], float] = {}
+        self._not_before: dict[str, float] = {}
         self._done: list[float] = []
 
     def due(self, plans: list[ActionPlan], settings: ActionSettings) -> list[ActionPlan]:
@@ -169,7 +162,7 @@ class Runner:
             step
             for step in plans
             if mode != "off"
-            and (step.action, step.finding) not in self._not_before
+            and step.finding not in self._not_before
             and (not step.refusal or mode == "dry-run")
         ]
 
@@ -184,27 +177,26 @@ class Runner:
     ) -> dict[str, Any]:
         """Carry one plan out, or say what would be done; returns the journal entry. ``again``
         scans and plans once more."""
-        key = step.action, step.finding
-        self._not_before[key] = time.monotonic() + _RETRY_SECONDS
+        self._not_before[step.finding] = time.monotonic() + _RETRY_SECONDS
         dry = settings.detach_leaked != "on" if dry_run is None else dry_run
         entry: dict[str, Any] = {
             "time": time.time(),
-            "action": step.action,
+            "action": DETACH,
             "finding": step.finding,
             "device": step.device,
             "what": step.what,
             "by": by,
             "dry_run": dry,
         }
-        fresh = next((p for p in await again() if (p.action, p.finding) == key), None)
+        fresh = next((p for p in await again() if p.finding == step.finding), None)
         if fresh is None:
             return await self._finish(entry, "gone", "the trouble is over")
         if fresh.refusal:
-            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            self._not_before[step.finding] = time.monotonic() + _REPEAT_SECONDS
             return await self._finish(entry, "refused", fresh.refusal)
         entry["what"] = fresh.what
         if dry:
-            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            self._not_before[step.finding] = time.monotonic() + _REPEAT_SECONDS
             return await self._finish(entry, "dry-run", "would be done")
         if not self._within_limit(settings.per_hour):
             return await self._finish(entry, "limited", f"{settings.per_hour} in this hour already")
@@ -232,6 +224,6 @@ class Runner:
 
     async def _finish(self, entry: dict[str, Any], outcome: str, detail: str) -> dict[str, Any]:
         entry |= {"outcome": outcome, "detail": detail}
-        self.counts[entry["action"], outcome] = self.counts.get((entry["action"], outcome), 0) + 1
+        self.counts[DETACH, outcome] = self.counts.get((DETACH, outcome), 0) + 1
         await self.journal.write(entry)
         return entry

@@ -60,10 +60,6 @@ class Repairer:
         self._not_before: dict[tuple[str, Step], float] = {}
         self._recalled = False
 
-    def policy(self) -> repair.Policy:
-        s = self.settings
-        return repair.Policy(s.settle, s.per_hour, s.per_volume, s.follow, s.taint)
-
     def users_of(self, look: Look) -> tuple[str, ...]:
         """Broken devices, whose users the next scan must search."""
         devices = look.inventory.devices
@@ -126,7 +122,7 @@ class Repairer:
         now = time.time()
         sight = await self._sight(case, device, look, now)
         self._attempts = [each for each in self._attempts if now - each[1] < repair.DAY]
-        return repair.decide(case, sight, self.policy(), now, self._attempts), sight
+        return repair.decide(case, sight, self.settings, now, self._attempts), sight
 
     async def _sight(
         self, case: Case, device: blockdev.BlockDevice | None, look: Look, now: float

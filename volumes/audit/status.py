@@ -120,7 +120,7 @@ def overview(audit: Audit) -> dict[str, Any]:
         ],
         "logs": msgspec.to_builtins(follower.counters()) if follower else {},
         "log_trouble": follower.states() if follower else {},
-        "actions": actions.modes(audit.settings.actions),
+        "actions": {actions.DETACH: audit.settings.actions.detach_leaked},
         "repairs": list(audit.repairer.shown.values()),
         "journal": list(audit.runner.last)[-_LAST_ACTIONS:],
         "findings": findings(audit),

@@ -22,8 +22,8 @@ from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
 from volumes.ledger.statement import NO_CLUSTER, Statement
 from volumes.node import raw_block
-from volumes.probe import prober, signature_offsets
-from volumes.probe.examine import Kind, Verdict
+from volumes.probe import prober
+from volumes.probe.examine import Kind, Verdict, marks
 
 log = structlog.get_logger("volumes")
 
@@ -195,8 +195,7 @@ class Checks:
         told = asyncio.create_task(self._statement(device))
         image = device.lowest.image
         if image is not None:
-            marks = signature_offsets.marks(device.size)
-            places = tuple((first.start + at, length) for at, length in marks)
+            places = tuple((first.start + at, length) for at, length in marks(device.size))
             extents = Extents(first.start, places)
             asked = asyncio.create_task(self.executor.mirror.ask(image, extents, part=device.part))
         try:

@@ -21,8 +21,8 @@ from volumes import settings
 from volumes.guard import canary, kernel, override, pace, status, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
-from volumes.probe import prober, signature_offsets
-from volumes.probe.examine import Kind, Verdict
+from volumes.probe import prober
+from volumes.probe.examine import Kind, Verdict, marks
 
 _NO_SECTION = (
     "the settings have no section 'volumes': the guard stays as it was last wanted "
@@ -165,7 +165,7 @@ async def _asked(
         return None
     extents = None
     if seen.verdict is Kind.BLANK_VERIFIED:
-        places = [(seen.start + at, length) for at, length in signature_offsets.marks(device.size)]
+        places = [(seen.start + at, length) for at, length in marks(device.size)]
         extents = Extents(seen.start, tuple(places))
     mirror = Mirror(section.clusters, section.guard.cluster_timeout)
     try:

@@ -13,7 +13,7 @@ from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import actions
 from volumes.settings import ActionSettings
 
-STEP = actions.ActionPlan(actions.DETACH, "leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
+STEP = actions.ActionPlan("leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
 
 
 async def again() -> list[actions.ActionPlan]:
