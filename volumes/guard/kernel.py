@@ -268,6 +268,9 @@ def is_root_cgroup(cgroup: Path) -> bool:
     return not (cgroup / "cgroup.events").exists()
 
 
+Programs = list[tuple[bpf.Program, bpf.ProgramInfo]]
+
+
 class Kernel:
     """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
 
@@ -307,23 +310,24 @@ class Kernel:
         finally:
             os.close(fd)
 
-    def _ours(self, fd: int) -> list[tuple[bpf.Program, bpf.ProgramInfo]]:
-        """Our programs attached there, the newest first. The caller closes them."""
+    @contextlib.contextmanager
+    def _programs(self, lock: bool = False) -> Iterator[tuple[int, Programs]]:
+        """The cgroup's descriptor, and our programs attached there, the newest first."""
         found = []
-        for number in bpf.attached(fd):
-            try:
-                program = bpf.Program.by_id(number)
-            except OSError as error:
-                if error.errno == errno.ENOENT:
-                    continue  # detached meanwhile
-                raise
-            info = program.info()
-            if info.name == PROGRAM:
-                found.append((program, info))
-            else:
-                program.close()
-        found.sort(key=lambda each: -each[1].loaded_ns)
-        return found
+        with self._directory(lock) as fd, contextlib.ExitStack() as opened:
+            for number in bpf.attached(fd):
+                try:
+                    program = bpf.Program.by_id(number)
+                except OSError as error:
+                    if error.errno == errno.ENOENT:
+                        continue  # detached meanwhile
+                    raise
+                opened.callback(program.close)
+                info = program.info()
+                if info.name == PROGRAM:
+                    found.append((program, info))
+            found.sort(key=lambda each: -each[1].loaded_ns)
+            yield fd, found
 
     def _open(self, info: bpf.ProgramInfo) -> None:
         """Open the program's maps, unless they are open already."""
@@ -351,10 +355,8 @@ class Kernel:
 
     def read(self) -> Present:
         """What is attached and in force now."""
-        with self._directory() as fd:
-            ours = self._ours(fd)
-            for program, _ in ours:
-                program.close()
+        with self._programs() as (_, ours):
+            pass
         where: dict[str, Any] = {
             "cgroup": str(self.cgroup),
             "whole_node": is_root_cgroup(self.cgroup),
@@ -401,18 +403,11 @@ class Kernel:
         if wanted.mode is Mode.OFF:
             self.detach()
             return self.read()
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
-            try:
-                self._adopt_or_replace(fd, ours, wanted)
-            finally:
-                for program, _ in ours:
-                    program.close()
+        with self._programs(lock=True) as (fd, ours):
+            self._adopt_or_replace(fd, ours, wanted)
         return self.read()
 
-    def _adopt_or_replace(
-        self, fd: int, ours: list[tuple[bpf.Program, bpf.ProgramInfo]], wanted: Wanted
-    ) -> None:
+    def _adopt_or_replace(self, fd: int, ours: Programs, wanted: Wanted) -> None:
         if ours:
             self._open(ours[0][1])
         program, maps = self._load()
@@ -503,23 +498,18 @@ class Kernel:
 
     def detach(self) -> int:
         """The kill switch: detach every guard program and remove the pins. Returns how many."""
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
+        with self._programs(lock=True) as (fd, ours):
             for program, _ in ours:
                 program.detach(fd)
-                program.close()
         self.close()
         pins.drop(self.pins)
         return len(ours)
 
     def repin(self) -> None:
         """Make lost pins anew, under the names that ``read`` misses."""
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
+        with self._programs(lock=True) as (_, ours):
             if ours and self._program_id == ours[0][1].id:
                 self._keep(ours[0][0], self.maps)
-            for program, _ in ours:
-                program.close()
 
     def _keep(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
         """An attached program stays without a pin, so an error only leaves leases to their end."""

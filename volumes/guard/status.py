@@ -25,30 +25,29 @@ def findings(guard: controller.Controller, now: float) -> list[Finding]:
 
 
 def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
-    def finding(id: str, rule: str, severity: Severity, message: str, advice: str) -> Finding:
+    def finding(
+        rule: str, message: str, advice: str, of: str = "", severity: Severity = Severity.WARNING
+    ) -> Finding:
+        id = f"{rule}:{of}" if of else rule
         return Finding(id, rule, severity, "format guard", message, advice)
 
     for problem in guard.problems():
         yield finding(
-            f"guard-not-in-force:{problem[:40]}",
             "guard-not-in-force",
-            Severity.CRITICAL,
             problem,
             "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
+            of=problem[:40],
+            severity=Severity.CRITICAL,
         )
     if guard.proof.startswith("unknown") and guard.proof_tried:
         yield finding(
             "guard-unproven",
-            "guard-unproven",
-            Severity.WARNING,
             f"whether the guard is in force could not be tried: {guard.proof}",
             "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
         )
     if guard.came_late:
         yield finding(
             "guard-attached-late",
-            "guard-attached-late",
-            Severity.WARNING,
             f"nothing guarded this node when the agent started, and {guard.came_late} devices were "
             "attached",
             "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
@@ -57,8 +56,6 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     if attached is not None and not attached.pinned:
         yield finding(
             "guard-not-pinned",
-            "guard-not-pinned",
-            Severity.WARNING,
             "the guard has no names in a bpf file system"
             + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
@@ -66,8 +63,6 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     elif attached is not None and guard.guard is not None and guard.guard.no_watch:
         yield finding(
             "leases-outlive-disks",
-            "leases-outlive-disks",
-            Severity.WARNING,
             "the kernel does not end the lease of a number that a new disk gets "
             f"({guard.guard.no_watch})",
             "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
@@ -76,8 +71,6 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     if (change := guard.memory.override) is not None:
         yield finding(
             "guard-overridden",
-            "guard-overridden",
-            Severity.WARNING,
             f"{change.by} set mode {change.mode} over the settings' "
             f"{guard.memory.settings_mode(guard.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
@@ -92,12 +85,11 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     for text in (*said, *files, *newer):
         if text:
             yield finding(
-                f"guard-state-damaged:{text[:60]}",
                 "guard-state-damaged",
-                Severity.WARNING,
                 text,
                 "The volume concerned gets no automatic lease until the file is restored from the "
                 "image's metadata or removed; of a newer agent's file, until that version runs",
+                of=text[:60],
             )
 
 
