@@ -126,7 +126,7 @@ def _texts(request: Request, *names: str) -> list[str]:
 
 
 async def _guard(volumes: Volumes, _: Request) -> Json:
-    if not volumes.guard.looked:  # what an earlier agent attached may well be there
+    if not volumes.guard.in_force.looked:  # what an earlier agent attached may well be there
         raise kit.errors.DegradedError(
             "the format guard", "the agent is starting and has not looked at the kernel yet",
             "try again in a moment, or ask the kernel: nodeagent volume guard status --direct",

@@ -80,7 +80,7 @@ class Volumes:
         await self.witness.apply(wanted.kubernetes, wanted.this_node)
         await self.guard.apply(self._settings.guard, wanted.clusters)
         self.audit.repairer.settings = wanted.repair
-        drivers = self.guard.settings.drivers  # in force, where the file has lost them
+        drivers = self.guard.in_force.settings.drivers  # in force, where the file has lost them
         refused += await self.audit.reconcile(
             wanted.audit, wanted.clusters, drivers, wanted.this_node.kubelet
         )
@@ -94,7 +94,7 @@ class Volumes:
             self._report_due.cancel()
 
     def health(self) -> kit.room.Health:
-        reasons = self.guard.problems()
+        reasons = self.guard.in_force.problems()
         audit = self.audit.health()
         reasons += audit.reasons
         alive = audit.alive and time.monotonic() - self._advanced < _ALIVE_SECONDS
@@ -135,22 +135,23 @@ class Volumes:
         return tuple(self._found)
 
     def guard_status(self) -> dict[str, Any]:
-        return status.describe(self.guard) | {"operator_log": list(self.guard.memory.noted)}
+        noted = self.guard.in_force.memory.noted
+        return status.describe(self.guard) | {"operator_log": list(noted)}
 
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
         """``mode``: ``settings`` or a mode. It is in the kernel when this returns, whatever the
         state directory's disk does; ``warnings`` of the answer say what could not be written."""
-        guard = self.guard.settings  # in force: the file may have lost where it is attached
+        guard = self.guard.in_force.settings  # the file may have lost where it is attached
         return await self._acted(await override.set_mode(guard, self._state_dir, mode, by, reason))
 
     async def detach(self, by: str, reason: str) -> dict[str, Any]:
-        guard = self.guard.settings
+        guard = self.guard.in_force.settings
         return await self._acted(await override.detach(guard, self._state_dir, by, reason))
 
     async def _acted(self, done: override.Done) -> dict[str, Any]:
         """Nothing attached: the mode is remembered, and apply attaches the guard."""
         if not done.kept:
-            self.guard.memory.hold(done.override)
+            self.guard.in_force.memory.hold(done.override)
         await self.guard.apply(self._settings.guard)
         return self.guard_status() | {"warnings": list(done.warnings)}
 
@@ -178,14 +179,15 @@ class Volumes:
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:
         """An action that cannot be written down is not done."""
-        self.guard.memory.add(await override.note(self._state_dir, action, by, reason, **fields))
+        line = await override.note(self._state_dir, action, by, reason, **fields)
+        self.guard.in_force.memory.add(line)
 
 
 def guard_view(guard: controller.Controller) -> GuardView:
     """What the audit's rules ask of the guard."""
-    reasons = guard.problems()
-    if guard.wanted_mode() is not kernel.Mode.ENFORCE:
-        reasons.insert(0, f"its mode is {guard.wanted_mode()}")
+    reasons = guard.in_force.problems()
+    if guard.in_force.wanted_mode() is not kernel.Mode.ENFORCE:
+        reasons.insert(0, f"its mode is {guard.in_force.wanted_mode()}")
     known = list(guard.manager.known.values())
     return GuardView(
         enforcing=not reasons,

@@ -19,7 +19,7 @@ LINE_FATES = ("seen", "dropped", "lost")
 
 def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable[Metric]:
     """``found``: its findings."""
-    present, manager, executor = guard.present, guard.manager, guard.executor
+    present, manager, executor = guard.in_force.present, guard.manager, guard.executor
     counts = present.counters if present is not None else {}
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
@@ -27,7 +27,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge(
         "volumes_guard_in_force",
         "1 while the kernel does what the settings say.",
-        not guard.problems(),
+        not guard.in_force.problems(),
     )
     yield gauge(
         "volumes_guard_findings",
@@ -38,7 +38,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge(
         "volumes_guard_drivers_not_loaded",
         "Guarded drivers without a major number: their devices are guarded once they have one.",
-        len(set(guard.settings.drivers) - guard.driver_names()),
+        len(set(guard.in_force.settings.drivers) - guard.driver_names()),
     )
     yield gauge(
         "volumes_guard_log_readable",

@@ -119,9 +119,10 @@ class GuardSettings(kit.settings.Section):
                 )
         return value
 
-    def examines(self, driver: str, name: str) -> bool:
+    def examines(self, device: blockdev.BlockDevice) -> bool:
         """Whether the agent looks at the device at all, and may give it a lease."""
-        return driver in self.drivers and blockdev.is_named(name, self.names)
+        lowest = device.lowest
+        return lowest.driver in self.drivers and blockdev.is_named(lowest.name, self.names)
 
 
 class WitnessSettings(kit.settings.Section):

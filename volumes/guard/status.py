@@ -31,7 +31,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
         id = f"{rule}:{of}" if of else rule
         return Finding(id, rule, severity, "format guard", message, advice)
 
-    for problem in guard.problems():
+    force = guard.in_force
+    for problem in force.problems():
         yield finding(
             "guard-not-in-force",
             problem,
@@ -39,40 +40,41 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             of=problem[:40],
             severity=Severity.CRITICAL,
         )
-    if guard.proof.startswith("unknown") and guard.proof_tried:
+    if force.proof.startswith("unknown") and force.proof_tried:
         yield finding(
             "guard-unproven",
-            f"whether the guard is in force could not be tried: {guard.proof}",
+            f"whether the guard is in force could not be tried: {force.proof}",
             "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
         )
-    if guard.came_late:
+    if force.came_late:
         yield finding(
             "guard-attached-late",
-            f"nothing guarded this node when the agent started, and {guard.came_late} devices were "
-            "attached",
+            f"nothing guarded this node when the agent started, and {force.came_late} devices "
+            "were attached",
             "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
         )
-    attached = guard.present if guard.present is not None and guard.present.attached else None
+    present, kernels = force.present, force.guard
+    attached = present if present is not None and present.attached else None
     if attached is not None and not attached.pinned:
         yield finding(
             "guard-not-pinned",
             "the guard has no names in a bpf file system"
-            + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
+            + (f" ({kernels.no_watch})" if kernels is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
         )
-    elif attached is not None and guard.guard is not None and guard.guard.no_watch:
+    elif attached is not None and kernels is not None and kernels.no_watch:
         yield finding(
             "leases-outlive-disks",
             "the kernel does not end the lease of a number that a new disk gets "
-            f"({guard.guard.no_watch})",
+            f"({kernels.no_watch})",
             "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
             "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
         )
-    if (change := guard.memory.override) is not None:
+    if (change := force.memory.override) is not None:
         yield finding(
             "guard-overridden",
             f"{change.by} set mode {change.mode} over the settings' "
-            f"{guard.memory.settings_mode(guard.settings)}: {change.reason}",
+            f"{force.memory.settings_mode(force.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
     if guard.executor.witness is not None:
@@ -81,7 +83,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     damaged = sorted(ledger.unreadable.items())[:20]
     newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
-    said = (guard.memory.error, guard.memory.lost, guard.memory.unwritten)
+    said = (force.memory.error, force.memory.lost, force.memory.unwritten)
     for text in (*said, *files, *newer):
         if text:
             yield finding(
@@ -190,24 +192,24 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
 
 def describe(guard: controller.Controller) -> dict[str, Any]:
     """The guard's status as JSON."""
-    now = time.monotonic()
-    present, found = guard.present, guard.memory.override
+    now, force = time.monotonic(), guard.in_force
+    present, found = force.present, force.memory.override
     program = present.programs[0] if present and present.programs else None
     return {
         "attached": False,
         "mode": "off",
         **(describe_kernel(present) if present is not None else {}),
-        "proof": guard.proof,
-        "wanted_mode": str(guard.wanted_mode()),
-        "settings_mode": str(guard.memory.settings_mode(guard.settings)),
+        "proof": force.proof,
+        "wanted_mode": str(force.wanted_mode()),
+        "settings_mode": str(force.memory.settings_mode(force.settings)),
         "override": None if found is None else found.as_json(),
-        "damaged": [text for text in (guard.memory.error, guard.memory.lost) if text],
+        "damaged": [text for text in (force.memory.error, force.memory.lost) if text],
         "agent": "running",
-        "unsupported": guard.unsupported,
-        "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,
-        "why_not": guard.guard.no_watch if guard.guard is not None else "",
+        "unsupported": force.unsupported,
+        "leases_end_with_disk": force.guard is not None and force.guard.ends_with_disk,
+        "why_not": force.guard.no_watch if force.guard is not None else "",
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
-        "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
+        "drivers_not_loaded": sorted(set(force.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
         "kubernetes": guard.executor.witness.status() if guard.executor.witness else None,
         "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
@@ -215,8 +217,8 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "denied_then_leased": guard.manager.denials.delayed,
         "probes_hanging": sorted(guard.manager.checks.prober.hanging),
         "held": guard.manager.holds.names,
-        "in_force": not guard.problems(),
-        "reasons": guard.problems(),
+        "in_force": not force.problems(),
+        "reasons": force.problems(),
     }
 
 

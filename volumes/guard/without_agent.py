@@ -117,16 +117,13 @@ async def explained(
     assert known.seen is not None
     known.cluster = await _asked(device, known.seen, section)
     _compare(known, entry)
+    watched = not device.parent and section.guard.examines(device)
     return {
         "device": status.describe_device(known, time.monotonic())
-        | {"watched": _is_watched(device, section.guard), "partition_of": device.parent},
+        | {"watched": watched, "partition_of": device.parent},
         "ledger": None if entry is None else dataclasses.asdict(entry),
         "denials": [], "mode": mode, "repair": None, "agent": False,
     }  # fmt: skip
-
-
-def _is_watched(device: blockdev.BlockDevice, wanted: settings.GuardSettings) -> bool:
-    return not device.parent and wanted.examines(device.lowest.driver, device.lowest.name)
 
 
 def _kernel(wanted: settings.GuardSettings, device: blockdev.BlockDevice) -> tuple[str, bool]:

@@ -38,7 +38,7 @@ async def attached(
     until: Callable[[str, Callable[[], Any]], Awaitable[None]],
 ) -> None:
     """``nbd-blank`` is blank, ``nbd-other`` has content that no probe knows."""
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
     device = await mapped(run, say, conf, "nbd-blank")
     name = os.path.basename(device)

@@ -103,7 +103,7 @@ async def main() -> None:
     canary.DEADLINE_SECONDS = 60.0  # its child is a python, too
     guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
     status = await without_agent.kernel_status(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")

@@ -160,10 +160,10 @@ async def main() -> None:
     # What holds data is looked at, and let go.
     full = Csi("full")
     device = full.attach()
-    assert guard.guard is not None
-    guard.guard.set_mode(Mode.DRY_RUN)
+    assert guard.in_force.guard is not None
+    guard.in_force.guard.set_mode(Mode.DRY_RUN)
     await asyncio.to_thread(run, "dd", "if=/dev/urandom", f"of={device}", "bs=1M", "count=1")
-    guard.guard.set_mode(Mode.ENFORCE)
+    guard.in_force.guard.set_mode(Mode.ENFORCE)
     await detached(full, device)
     device = full.attach()
     done = await asyncio.to_thread(run, "mkfs.ext4", "-F", device)

@@ -225,7 +225,7 @@ async def test_a_new_device_leaves_the_mode_that_a_command_set(
         mapping = blockdev_of_linux.BlockDevice(
             "dm-77", (4094, 77), "device-mapper", 2**20, False, below=(disk,)
         )
-        made._cover(mapping)
+        made.in_force.cover(mapping)
         present = direct.read()
         assert mapping.number in present.devices
         assert present.mode is kernel.Mode.ENFORCE

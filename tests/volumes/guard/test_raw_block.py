@@ -262,8 +262,8 @@ async def _held(guard: controller.Controller, device: str) -> kernel.KernelLease
     """Its lease, once there is one."""
     status = os.stat(device)
     number = os.major(status.st_rdev), os.minor(status.st_rdev)
-    assert guard.guard is not None
-    kernels = guard.guard
+    assert guard.in_force.guard is not None
+    kernels = guard.in_force.guard
 
     async with asyncio.timeout(waiting.limit(60)):
         while (held := kernels.leases().get(number)) is None or not held.until:  # reserved
