@@ -50,18 +50,9 @@ class Volumes:
             witness=self.witness, node=node,
         )  # fmt: skip
         self.audit = service.Audit(
-            wanted.audit,
-            wanted.clusters,
-            drivers=wanted.guard.drivers,
-            state_dir=state_dir,
-            reporter=reporter,
+            wanted, self.witness, node, state_dir=state_dir, reporter=reporter,
             guard=lambda: guard_view(self.guard),
-            repair=wanted.repair,
-            kubelet=wanted.this_node.kubelet,
-            claims=self.witness.attached_here,
-            taint=self.witness.taint,
-            node=node,
-        )
+        )  # fmt: skip
         self._advanced = time.monotonic()
         self._reported = -1e9  # time.monotonic()
         self._report_due: asyncio.TimerHandle | None = None
@@ -79,11 +70,8 @@ class Volumes:
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.witness.apply(wanted.kubernetes, wanted.this_node)
         await self.guard.apply(self._settings.guard, wanted.clusters)
-        self.audit.repairer.settings = wanted.repair
-        drivers = self.guard.in_force.settings.drivers  # in force, where the file has lost them
-        refused += await self.audit.reconcile(
-            wanted.audit, wanted.clusters, drivers, wanted.this_node.kubelet
-        )
+        in_force = self.guard.in_force.settings  # the file may have lost its drivers
+        refused += await self.audit.reconcile(wanted.model_copy(update={"guard": in_force}))
         self._advanced = time.monotonic()
         return refused
 

@@ -119,7 +119,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     yield gauge(
         "volume_devices",
         "Guarded block devices with a medium.",
-        {driver: drivers.count(driver) for driver in audit.watched.drivers},
+        {driver: drivers.count(driver) for driver in audit.wanted.guard.drivers},
         "driver",
     )
     yield gauge(

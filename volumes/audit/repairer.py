@@ -17,15 +17,12 @@ from volumes.audit import actions, executors, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
 from volumes.audit.types import GuardView
+from volumes.ledger.witness import Witness
 from volumes.settings import RepairSettings
 
 _SAY_AGAIN_SECONDS = 3600.0  # a dry run is not journalled again sooner
 _RETRY_SECONDS = 60.0  # least time between two attempts of a step that failed
 _PROBED = ("has_fs", "partitioned", "encrypted", "blank_verified")  # verdicts that are an answer
-
-# Says what claims the device's volume for this node, "" for nothing. AgentError: not known.
-Claims = Callable[[blockdev.BlockDevice], Awaitable[str]]
-Taint = Callable[[bool], Awaitable[None]]  # AgentError
 
 
 @dataclass(frozen=True)
@@ -38,21 +35,16 @@ class Look:
 
 
 class Repairer:
-    """``taint``: None where there is no cluster."""
+    """``witness``: says what claims a volume for this node, and taints the node."""
 
     def __init__(
-        self,
-        wanted: RepairSettings,
-        written: actions.ActionJournal,
-        claims: Claims | None = None,
-        taint: Taint | None = None,
+        self, wanted: RepairSettings, written: actions.ActionJournal, witness: Witness
     ) -> None:
         self.settings = wanted
         self.counts: dict[tuple[str, str], int] = {}  # (step, outcome)
         self.shown: dict[str, dict[str, Any]] = {}  # by device: the case for operators
         self._journal = written
-        self._claims = claims
-        self._taint = taint
+        self._witness = witness
         self._cases: dict[str, Case] = {}
         self._attempts: list[tuple[str, float]] = []
         self._free: dict[str, float] = {}  # case -> since when nothing holds it
@@ -133,9 +125,9 @@ class Repairer:
         if not why:
             return Sight(mapped=True, doubt=doubt)
         held = repair.why_held(look.inventory, device)
-        if not held and self._claims is not None:
+        if not held:
             try:
-                held = await self._claims(device)
+                held = await self._witness.attached_here(device)
             except (kit.errors.AgentError, OSError) as error:
                 return Sight(mapped=True, broken=why, doubt=f"who claims it is not known: {error}")
         if held:
@@ -206,15 +198,11 @@ class Repairer:
                 deadline=executors.DEADLINE_SECONDS,
             )  # fmt: skip
         elif step is Step.TAINT:
-            if self._taint is None:
-                raise kit.errors.HostError(
-                    "volumes.repair.taint", "no cluster is configured", "see the section kubernetes"
-                )
-            await self._taint(True)
+            await self._witness.taint(True)
         elif step is Step.RELEASE:
             others = [e for e in self._cases.values() if e.id != case.id and Step.TAINT in e.begun]
-            if Step.TAINT in case.begun and self._taint is not None and not others:
-                await self._taint(False)
+            if Step.TAINT in case.begun and not others:
+                await self._witness.taint(False)
 
     async def _say_once(self, case: Case, step: Step, entry: dict[str, Any]) -> None:
         now = time.monotonic()

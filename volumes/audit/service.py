@@ -23,7 +23,6 @@ import kit.errors
 import kit.findings
 import kit.room
 from ceph import protocol
-from kube.settings import KubeletSettings
 from linux import netlink, syscalls
 from volumes.audit import (
     actions,
@@ -39,8 +38,9 @@ from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
 from volumes.audit.types import GuardView, Scene
+from volumes.ledger.witness import Witness
 from volumes.node.watch import NodeWatch
-from volumes.settings import AuditSettings, ClusterSettings, RepairSettings
+from volumes.settings import AuditSettings, VolumesSettings
 
 log = structlog.get_logger("audit")
 
@@ -54,44 +54,29 @@ _ALL_SECONDS = 1800.0  # between two readings of all devices, named by uevents o
 _MOST_CHANGED = 256  # devices; of more, all are read
 
 
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """What the audit looks at beside its own section."""
-
-    clusters: tuple[ClusterSettings, ...]
-    drivers: tuple[str, ...]
-    kubelet: KubeletSettings
-
-
 class Audit:
-    """``guard`` returns the guard's state; it is called each round and must not block."""
+    """``wanted``: with the guard's settings that are in force. ``guard`` returns the guard's state;
+    it is called each round and must not block."""
 
     def __init__(
         self,
-        settings: AuditSettings,
-        clusters: Sequence[ClusterSettings] = (),
+        wanted: VolumesSettings,
+        witness: Witness,
+        node: NodeWatch,
         *,
-        drivers: Sequence[str],
         state_dir: Path,
         reporter: kit.findings.Reporter,
-        guard: Callable[[], GuardView | None] = lambda: None,
-        repair: RepairSettings | None = None,
-        kubelet: KubeletSettings | None = None,
-        claims: repairer.Claims | None = None,
-        taint: repairer.Taint | None = None,
-        node: NodeWatch | None = None,
+        guard: Callable[[], GuardView | None],
     ) -> None:
-        self.settings = settings
-        self.watched = Watched(tuple(clusters), tuple(drivers), kubelet or KubeletSettings())
+        self.wanted = wanted
+        self.settings = wanted.audit
         self.inventory: Inventory | None = None
         self.states: list[evaluate.RuleState] = []
         self.findings: list[kit.findings.Finding] = []
         self.scanner = scan.Scanner()
         self.clusters = cluster_polling.Poller(self.wake)
         self.runner = actions.Runner(state_dir)
-        self.repairer = repairer.Repairer(
-            repair or RepairSettings(), self.runner.journal, claims, taint
-        )
+        self.repairer = repairer.Repairer(wanted.repair, self.runner.journal, witness)
         self.follower: follower.LogFollower | None = None
         self._reporter = reporter
         self._guard = guard
@@ -105,7 +90,7 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._node = node or NodeWatch()
+        self._node = node
         self._changed: set[str] | None = None  # devices that uevents named; None: read all
         self._all_read = 0.0  # monotonic time
         self._advanced = 0.0  # monotonic time of the loop's last round
@@ -131,7 +116,7 @@ class Audit:
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
             asyncio.create_task(
-                self.clusters.run(lambda: self.settings, lambda: self.watched.clusters),
+                self.clusters.run(lambda: self.settings, lambda: self.wanted.clusters),
                 name="audit clusters",
             ),
         ]
@@ -148,40 +133,30 @@ class Audit:
             return
         self.follower = follower.LogFollower(
             follower.configuration(
-                self.settings.logs, tuple(self._patterns.values()), self.watched.drivers
+                self.settings.logs, tuple(self._patterns.values()), self.wanted.guard.drivers
             ),
             self._log_hits,
         )
         self._log_task = asyncio.create_task(self.follower.run(), name="audit logs")
 
-    async def reconcile(
-        self,
-        settings: AuditSettings,
-        clusters: Sequence[ClusterSettings] | None = None,
-        drivers: Sequence[str] | None = None,
-        kubelet: KubeletSettings | None = None,
-    ) -> Sequence[str]:
+    async def reconcile(self, wanted: VolumesSettings) -> Sequence[str]:
         """Take over new settings; all but ``enabled`` change while running. Raises what ended the
         loop."""
-        enabled = self.settings.enabled
-        refused = [] if settings.enabled is enabled else ["audit.enabled"]
-        settings = settings.model_copy(update={"enabled": enabled}) if refused else settings
-        if not enabled:
+        before = self.settings
+        refused = [] if wanted.audit.enabled is before.enabled else ["audit.enabled"]
+        self.repairer.settings = wanted.repair
+        if not before.enabled:
             return refused
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        old = self.watched
-        watched = Watched(
-            old.clusters if clusters is None else tuple(clusters),
-            old.drivers if drivers is None else tuple(drivers),
-            kubelet or old.kubelet,
-        )
-        if (settings, watched) != (self.settings, old):
-            logs_changed = settings.logs != self.settings.logs or watched.drivers != old.drivers
+        new = wanted.audit.model_copy(update={"enabled": True}) if refused else wanted.audit
+        if (new, _beside(wanted)) != (before, _beside(self.wanted)):
+            drivers_changed = wanted.guard.drivers != self.wanted.guard.drivers
+            logs_changed = new.logs != before.logs or drivers_changed
             if logs_changed:
-                self._load_patterns(settings)
-            self.settings, self.watched = settings, watched
+                self._load_patterns(new)
+            self.settings, self.wanted = new, wanted
             if logs_changed:
                 self._follow_logs()
             self.clusters.ask_soon()
@@ -339,14 +314,14 @@ class Audit:
             self._all_read = time.monotonic()
         self._changed = set() if self._node.hears_devices else None
         return scan.Request(
-            drivers=self.watched.drivers,
-            kubelet=str(self.watched.kubelet.root_dir),
+            drivers=self.wanted.guard.drivers,
+            kubelet=str(self.wanted.this_node.kubelet.root_dir),
             proc="/proc",
             sys="/sys",
             containers=str(self.settings.containers),
             deep=depth.deep,
             users_of=depth.users_of,
-            kubelet_set="root_dir" in self.watched.kubelet.model_fields_set,
+            kubelet_set="root_dir" in self.wanted.this_node.kubelet.model_fields_set,
             changed=changed,
             names=self.settings.names,
         )
@@ -365,7 +340,7 @@ class Audit:
     def cluster_views(self) -> dict[str, protocol.ClusterView | str]:
         """The latest view of every configured cluster, or why there is none."""
         return {
-            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.watched.clusters
+            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.wanted.clusters
         }
 
     def _scene(self) -> Scene:
@@ -381,7 +356,7 @@ class Audit:
             clusters=self.cluster_views(),
             watched_by=self.clusters.watched_by,
             expected_versions={
-                c.name: c.expected_version for c in self.watched.clusters if c.expected_version
+                c.name: c.expected_version for c in self.wanted.clusters if c.expected_version
             },
             paths=self.clusters.paths,
             guard=self._guard(),
@@ -478,9 +453,14 @@ class Audit:
 
     async def audit_now(self) -> None:
         """A full round, clusters included."""
-        if self.watched.clusters:
+        if self.wanted.clusters:
             timeout = self.settings.cluster_timeout
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout + 5.0):
-                    await self.clusters.ask(self.watched.clusters, timeout)
+                    await self.clusters.ask(self.wanted.clusters, timeout)
         await self.round(full=True)
+
+
+def _beside(wanted: VolumesSettings) -> tuple[object, ...]:
+    """What the audit looks at beside its own section."""
+    return wanted.clusters, wanted.guard.drivers, wanted.this_node.kubelet

@@ -100,7 +100,7 @@ def overview(audit: Audit) -> dict[str, Any]:
     inventory = audit.inventory
     follower = audit.follower
     return {
-        "drivers": list(audit.watched.drivers),
+        "drivers": list(audit.wanted.guard.drivers),
         "names": list(audit.settings.names),
         "looked_at": inventory.taken if inventory else None,
         "devices": len(inventory.devices) if inventory else 0,
