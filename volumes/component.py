@@ -46,8 +46,8 @@ class Volumes:
         self.witness = Witness(wanted.kubernetes, wanted.this_node, self._claim)
         node = watch.NodeWatch()
         self.guard = controller.Controller(
-            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._guard_changed,
-            witness=self.witness, node=node,
+            wanted.guard, wanted.clusters, self.witness,
+            state_dir=state_dir, changed=self._guard_changed, node=node,
         )  # fmt: skip
         self.audit = service.Audit(
             wanted, self.witness, node, state_dir=state_dir, reporter=reporter,

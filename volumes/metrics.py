@@ -58,14 +58,13 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
         counts.get("lost", 0),
     )
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
-    if executor.witness is not None:
-        yield counter(
-            "volumes_kubernetes_requests",
-            "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
-            "minute); and marks that were written.",
-            executor.witness.counts,
-            "what",
-        )
+    yield counter(
+        "volumes_kubernetes_requests",
+        "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
+        "minute); and marks that were written.",
+        executor.witness.counts,
+        "what",
+    )
     yield counter(
         "volumes_guard_denied_then_leased",
         "Denied attempts whose device got a lease right after, as with every new volume.",

@@ -13,6 +13,7 @@ import kit.errors
 import kit.files
 import kit.threads
 from tests.testbed import waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.audit import actions
 from volumes.guard import controller
@@ -49,7 +50,7 @@ async def _others_work() -> None:
 async def test_starts_fail_in_time_and_leave_one_thread(hanging: list[int], tmp_path: Path) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     for _ in range(TRIES):  # the room makes its objects anew each time
-        made = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path)
+        made = controller.Controller(settings.GuardSettings(), (), witness(), state_dir=tmp_path)
         with pytest.raises(kit.errors.HostError, match="gave no answer|an earlier call hangs"):
             async with asyncio.timeout(waiting.limit(60)):
                 await made.start()

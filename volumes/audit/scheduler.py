@@ -77,9 +77,6 @@ class Depth:
         return self.deep or bool(self.users_of)
 
 
-QUICK = Depth(deep=False, users_of=())
-
-
 def first(memory: ScanMemory, settings: AuditSettings, now: float) -> Depth:
     """The scan that a round begins with: quick, unless a visit to the namespaces is due."""
     return Depth(deep=_overdue(memory, settings, now), users_of=())

@@ -20,7 +20,6 @@ from volumes.guard.holds import Holds
 from volumes.guard.steps import Executor, Known, Turn, missing
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
-from volumes.ledger.statement import NO_CLUSTER, Statement
 from volumes.node import raw_block
 from volumes.probe import prober
 from volumes.probe.examine import Kind, Verdict, marks
@@ -109,7 +108,11 @@ class Checks:
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
-            reasons = lease.refusals(evidence, self._policy())
+            wanted, witness = self.settings, executor.witness.settings
+            policy = lease.LeasePolicy(
+                wanted.quiet, wanted.require_extents, witness.outage, witness.young
+            )
+            reasons = lease.refusals(evidence, policy)
             if not reasons:
                 await self.grant(known, f"automatic on {executor.node}")
                 if known.lease_seconds is None:
@@ -192,7 +195,7 @@ class Checks:
         device's identity come last."""
         device = known.device
         asked: asyncio.Task[Answer] | None = None
-        told = asyncio.create_task(self._statement(device))
+        told = asyncio.create_task(self.executor.witness.ask(device))
         image = device.lowest.image
         if image is not None:
             places = tuple((first.start + at, length) for at, length in marks(device.size))
@@ -240,17 +243,6 @@ class Checks:
         others = (_monitors(known.device) for known in self._known.values())
         fsid = image.fsid if image else ""
         return lease.Mapped(fsid, _monitors(device), frozenset[str]().union(*others))
-
-    async def _statement(self, device: blockdev.BlockDevice) -> Statement:
-        witness = self.executor.witness
-        return NO_CLUSTER if witness is None else await witness.ask(device)
-
-    def _policy(self) -> lease.LeasePolicy:
-        quiet, require = self.settings.quiet, self.settings.require_extents
-        if self.executor.witness is None:
-            return lease.LeasePolicy(quiet, require)
-        asked = self.executor.witness.settings
-        return lease.LeasePolicy(quiet, require, asked.outage, asked.young)
 
     async def grant(self, known: Known, by: str) -> None:
         self.executor.attached()  # before anything is written down

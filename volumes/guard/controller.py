@@ -22,15 +22,7 @@ import kit.threads
 from ceph.settings import ClusterSettings
 from linux import blockdev, kmsg, netlink
 from volumes import settings
-from volumes.guard import (
-    in_force,
-    kernel,
-    lease,
-    lease_manager,
-    pace,
-    reports,
-    steps,
-)
+from volumes.guard import in_force, kernel, lease, lease_manager, pace, reports, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
 from volumes.ledger.witness import Witness
@@ -51,10 +43,10 @@ class Controller:
         self,
         wanted: settings.GuardSettings,
         clusters: Sequence[ClusterSettings],
+        witness: Witness,
         *,
         state_dir: Path,
         changed: Callable[[], None] = lambda: None,
-        witness: Witness | None = None,
         node: NodeWatch | None = None,
     ) -> None:
         self.state_dir = state_dir
@@ -63,8 +55,7 @@ class Controller:
         self.in_force = in_force.InForce(wanted, state_dir, self._devices)
         ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
         mirror = Mirror(clusters, wanted.cluster_timeout)
-        here = "this node" if witness is None else witness.here.name
-        self.executor = steps.Executor(None, ledger, mirror, here, witness)
+        self.executor = steps.Executor(None, ledger, mirror, witness)
         self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
         self._reports = reports.Reports(
             self.manager, ledger, is_watched=self._is_watched, changed=changed
@@ -116,8 +107,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         await self.manager.close()
         await self.executor.mirror.close()
-        if self.executor.witness is not None:
-            await self.executor.witness.close()
+        await self.executor.witness.close()
         self._reports.close()
         await self.node.stop(self)
         if self._kmsg is not None:

@@ -77,8 +77,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             f"{force.memory.settings_mode(force.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
-    if guard.executor.witness is not None:
-        yield from _of_witness(guard.executor.witness)
+    yield from _of_witness(guard.executor.witness)
     ledger, mirror = guard.executor.ledger, guard.executor.mirror
     damaged = sorted(ledger.unreadable.items())[:20]
     newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in mirror.newer.items())[:20]
@@ -211,7 +210,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(force.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
-        "kubernetes": guard.executor.witness.status() if guard.executor.witness else None,
+        "kubernetes": guard.executor.witness.status(),
         "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
         "denials": [dataclasses.asdict(each) for each in guard.manager.denials.last],
         "denied_then_leased": guard.manager.denials.delayed,

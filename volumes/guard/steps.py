@@ -81,18 +81,20 @@ class Executor:
         leases: kernel.Kernel | None,
         ledger: store.LedgerStore,
         mirror: Mirror,
-        node: str,
-        witness: Witness | None = None,
+        witness: Witness,
     ) -> None:
         self.leases = leases
         self.ledger = ledger
         self.mirror = mirror
-        self.node = node
         self.witness = witness
         self.granted = 0
         self.mirror_failures = 0
         self._writing = asyncio.Lock()
         self._beating: asyncio.TimerHandle | None = None
+
+    @property
+    def node(self) -> str:
+        return self.witness.here.name
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
         """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
@@ -194,8 +196,7 @@ class Executor:
     async def mirror_entry(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content
         also onto its PersistentVolume, in a while."""
-        if self.witness is not None:
-            self.witness.saw(known.device, new)
+        self.witness.saw(known.device, new)
         image = known.device.lowest.image
         state = (new.type, new.uuid, new.label, new.permitted)
         if image is None or image.snapshot or known.mirrored == state:

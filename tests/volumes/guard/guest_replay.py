@@ -23,6 +23,7 @@ from linux import blockdev
 from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import canary, controller, without_agent
 from volumes.guard import status as volume_status
@@ -101,7 +102,9 @@ async def main() -> None:
 
     clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
     canary.DEADLINE_SECONDS = 60.0  # its child is a python, too
-    guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
+    guard = controller.Controller(
+        wanted, clusters, witness(), state_dir=Path("/run/state"), changed=changed
+    )
     await guard.start()
     kernel = guard.in_force.guard
     assert kernel is not None

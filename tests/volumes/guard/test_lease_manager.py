@@ -23,7 +23,17 @@ from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
-from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
+from tests.volumes.guard.world import (
+    BLANK,
+    DEVICE,
+    EXT4,
+    IMAGE,
+    NO_ANSWER,
+    PUBLISHED,
+    SIZE,
+    World,
+    witness,
+)
 from volumes import settings
 from volumes.guard import (
     checks,
@@ -771,7 +781,9 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
 ) -> None:
     """The number and DISKSEQ are the same: the controller asks for the volume, too."""
     world.raw, world.ends_with_disk, world.device = True, False, NBD
-    control = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path / "state")
+    control = controller.Controller(
+        settings.GuardSettings(), (), witness(), state_dir=tmp_path / "state"
+    )
     control.manager = manager = world.new_manager()
     assert (await world.checked(manager)).raw
     world.verdict = EXT4  # nothing but its publication permits it

@@ -16,6 +16,7 @@ from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph, waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
@@ -125,7 +126,7 @@ class Bench:
         self.clusters = mirror.Mirror((_credentials(backend),), deadline)
         errors = lease.ErrorLog()
         errors.readable = True
-        executor = steps.Executor(self.guard, self.ledger, self.clusters, "n")
+        executor = steps.Executor(self.guard, self.ledger, self.clusters, witness())
         self.manager = lease_manager.LeaseManager(wanted, executor, errors)
 
     async def decided(self, device: str) -> steps.Known:

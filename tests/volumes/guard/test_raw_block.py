@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.testbed import blockdev, cell, constants, waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import controller, kernel, lease
 from volumes.node import raw_block
@@ -250,7 +251,7 @@ async def _controller(folder: Path, where: cell.Cell) -> AsyncIterator[controlle
     """An agent's guard in this process; at the end it is gone like a killed one: nothing is taken
     back."""
     wanted = constants.made(settings.GuardSettings, **cell.settings(where, lease="2s"))
-    made = controller.Controller(wanted, (), state_dir=folder)
+    made = controller.Controller(wanted, (), witness(), state_dir=folder)
     await made.start()
     try:
         yield made

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from linux import blockdev
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import controller, pace, steps
 
@@ -19,7 +20,9 @@ class World:
         self.in_use: frozenset[str] = frozenset()
         self.scans = 0
         self.checked: list[str] = []
-        self.guard = controller.Controller(settings.GuardSettings(), (), state_dir=folder)
+        self.guard = controller.Controller(
+            settings.GuardSettings(), (), witness(), state_dir=folder
+        )
         self.guard.node._uevents = object()  # type: ignore[assignment]  # they are heard
         now = time.monotonic()
         for device in self.there:

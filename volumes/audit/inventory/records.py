@@ -304,20 +304,15 @@ def _of_pod(
             yield path, known
             continue
         record = files.json(f"{root}{base}/{name}/vol_data.json")
-        yield (
-            path,
-            (
-                mount,
-                Publish(
-                    pod_uid=uid,
-                    path=path,
-                    volume=str(record.get("specVolID", name)),
-                    mounted=mount is not None,
-                    read_only=mount is not None and mount.read_only,
-                    handle=str(record.get("volumeHandle", "")),
-                ),
-            ),
+        publish = Publish(
+            pod_uid=uid,
+            path=path,
+            volume=str(record.get("specVolID", name)),
+            mounted=mount is not None,
+            read_only=mount is not None and mount.read_only,
+            handle=str(record.get("volumeHandle", "")),
         )
+        yield path, (mount, publish)
 
 
 def _at_or_below(targets: list[str], upper: str) -> list[str]:
