@@ -46,7 +46,7 @@ class Checks:
         self.prober = prober.Prober(wanted.probe_timeout)
         self.published = raw_block.PublishedDevice(raw_block.published(raw_block.host_table()))
         self.verdicts: dict[str, int] = {}
-        self._errors = errors
+        self.errors = errors
         self._holds = holds
         self._known = known
 
@@ -219,7 +219,7 @@ class Checks:
         now = time.monotonic()
         names = {each.parent or each.name for each in (device, device.lowest)}
         mapped = self._mapped(device) if is_rbd else None
-        quiet = [self._errors.quiet_for(name, mapped, now) for name in names]
+        quiet = [self.errors.quiet_for(name, mapped, now) for name in names]
         return lease.Evidence(
             is_rbd=is_rbd,
             before=device.attachment,

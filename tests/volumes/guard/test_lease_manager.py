@@ -571,14 +571,15 @@ async def test_monitor_that_no_mapping_was_given_concerns_every_device(world: Wo
         client = RbdClient("0", "", "", config=f"{monitors} name=x,key=client.x rbd a -")
         device = dataclasses.replace(DEVICE, name=name, client=client)
         world.manager.known[name] = steps.Known(device)
-    now, errors = time.monotonic(), world.manager.errors
+    now, errors = time.monotonic(), world.manager.checks.errors
     errors.note("libceph: mon0 (1)10.0.0.8:6789 session lost, hunting for new mon", now - 1)
     world.device = world.manager.known["rbd99"].device
     assert (await world.checked()).reasons == (), "of the other device's monitor"
     errors.note("libceph: mon2 (1)10.7.7.7:6789 session lost, hunting for new mon", now)
     world.map.clear()
     again = world.new_manager()
-    again.errors, again.known = errors, {"rbd98": world.manager.known["rbd98"]}
+    again.checks.errors = errors
+    again.known["rbd98"] = world.manager.known["rbd98"]
     try:
         (reason,) = (await world.checked(again)).reasons
         assert "the kernel logged an I/O error" in reason
