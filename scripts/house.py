@@ -53,9 +53,7 @@ LARGER = {
     "preheat/pulling/reconciler.py:Reconciler": (26, 26),
     "preheat/runtimes/containerd.py:Containerd": (11, 31),
     "volumes/audit/service.py:Audit": (28, 31),
-    "volumes/guard/controller.py:Controller": (27, 27),
     "volumes/guard/kernel.py:Kernel": (8, 26),
-    "volumes/guard/lease_manager.py:LeaseManager": (15, 33),
     "volumes/ledger/witness.py:Witness": (16, 18),
 }
 

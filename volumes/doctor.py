@@ -1,5 +1,6 @@
 """What the guard and the audit need of a node. The functions run in child processes."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -13,7 +14,8 @@ from ceph.settings import ClusterSettings
 from kit.checks import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
-from volumes.guard import kernel, override, raw_block
+from volumes.guard import kernel, override
+from volumes.node import raw_block
 
 
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
@@ -64,15 +66,13 @@ def _of_cluster(cluster: ClusterSettings) -> list[Check]:
 def bpf(section: dict[str, Any], program: str) -> str:
     """Loads the guard program and drops it: nothing is attached."""
     wanted = settings.GuardSettings.model_validate(section)
-    guard = override.handle(wanted, Path(program))
-    try:
-        present = guard.read()
-        guard.try_load()
-    except OSError as error:
-        remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
-        raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
-    finally:
-        guard.close()
+    with contextlib.closing(override.handle(wanted, Path(program))) as guard:
+        try:
+            present = guard.read()
+            guard.try_load()
+        except OSError as error:
+            remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
+            raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
     state = f"attached in mode {present.mode}" if present.attached else "not attached now"
     return f"the kernel takes the program {kernel.PROGRAM}; {state}"
 

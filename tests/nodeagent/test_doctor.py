@@ -16,7 +16,7 @@ import volumes.doctor
 from kit.checks import Check
 from kube.settings import RoomSettings, ThisNode
 from nodeagent import configfile, doctor, rooms, uninstall, units
-from volumes.guard import raw_block
+from volumes.node import raw_block
 
 FULL = {
     "cache": {

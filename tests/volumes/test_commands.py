@@ -101,7 +101,8 @@ def test_another_nodes_agent_is_not_answered_for(tmp_path: Path) -> None:
 async def test_agent_that_has_not_looked_names_the_way() -> None:
     class Starting:
         class guard:
-            looked = False
+            class in_force:
+                looked = False
 
     with pytest.raises(kit.errors.DegradedError) as caught:
         await api._guard(Starting(), Request())  # type: ignore[arg-type]

@@ -31,9 +31,9 @@ from kube.client import KubeError
 from kube.settings import ThisNode
 from linux import blockdev
 from volumes.ledger import statement
-from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import NO_CLUSTER, Statement
 from volumes.ledger.store import Entry, Knowledge
+from volumes.settings import WitnessSettings
 
 log = structlog.get_logger("volumes")
 
