@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 import kit.files
-from cache.fill import control, listings, protocol, space, worker_pool
+from cache.fill import control, protocol, space, worker_pool
 from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
 from cache.fill.staged import Batch, Staged
 from cache.fill.worker_pool import Assignment
@@ -92,7 +92,7 @@ HANGS = f"the source gave no answer within {HANG_SECONDS:g}s"
 LOOK_SECONDS = 1.0  # between two looks for workers that hang
 
 COPIES = (Copy, Extents, Whole)  # jobs after which something is to be committed
-STORING = (Copy, listings.Fetch)  # jobs whose ``Assignment`` says what they take at most
+STORING = (Copy, protocol.Fetch)  # jobs whose ``Assignment`` says what they take at most
 
 TaskT = TypeVar("TaskT", bound=protocol.Task)
 

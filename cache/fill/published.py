@@ -8,8 +8,8 @@ directory in which something failed: what the manifest said of it was not so.
 import errno
 
 from cache.fill import coordinator, protocol
-from cache.fill.listings import Fetch as Fetch
-from cache.fill.listings import Fetched as Fetched
+from cache.fill.protocol import Fetch as Fetch
+from cache.fill.protocol import Fetched as Fetched
 from cache.fill.worker_pool import Assignment
 from cache.store import published
 from ceph import native

@@ -24,8 +24,8 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import kit.files
-from cache.fill import commit, control, copy, fetch, large_copy, pipes, protocol, share
-from cache.fill.listings import Fetch, Fetched
+from cache.fill import commit, control, copy, fetch, large_copy, protocol, share
+from cache.fill.protocol import Fetch, Fetched
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native, objects
@@ -513,7 +513,7 @@ def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.umask(0)
-    setup = pipes.receive(protocol.JOBS, protocol.Setup)
+    setup = protocol.receive(protocol.JOBS, protocol.Setup)
     if setup is None:
         return
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cache.fill import blocks, protocol, space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.store import filesystem, image_copy, ranges
 from ceph import image
 from ceph.protocol import ImageAccess, SnapshotFacts
