@@ -38,8 +38,6 @@ LARGER = {
     "cache/dataset/dataset.py:Dataset": (56, 58),
     "cache/dataset/due.py:Due": (13, 22),
     "cache/dataset/succession.py:Succession": (13, 36),
-    "cache/fill/blocks.py:Pass": (17, 14),
-    "cache/fill/coordinator.py:Coordinator": (24, 26),
     "cache/fill/fill.py:FillPass": (20, 34),
     "cache/fill/large_files.py:LargeFiles": (9, 21),
     "cache/fill/verify.py:VerifyPass": (19, 21),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from cache.fill import coordinator, protocol
-from cache.fill.staged import Staged
+from cache.fill.coordinator import Staged
 from cache.fill.worker_pool import Assignment
 from cache.store import extents, index, large, manifest, tree
 from cache.store.tree import Entry

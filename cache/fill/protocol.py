@@ -11,13 +11,9 @@ survive because the standard library writes the JSON (see ``kit.messages``).
 What changes while a job runs goes through the control page instead (``cache.fill.control``).
 """
 
-import contextlib
 import dataclasses
 import os
-import signal
 import struct
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -268,50 +264,6 @@ class Report:
     end: End | None = None
 
 
-TaskT = TypeVar("TaskT")
-
-
-def first_task(kind: type[TaskT]) -> TaskT | None:
-    """What the agent wants of this process; None when it ended at once.
-
-    From here on signals for the agent's group do not end a pass: the agent cancels or kills it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.umask(0)
-    with os.fdopen(0, "rb", buffering=0, closefd=False) as agent:
-        line = agent.readline()  # unbuffered: the channel reads what follows
-    return kit.messages.decode(line, kind) if line.endswith(b"\n") else None
-
-
-class AgentChannel:
-    """Commands on standard input, reports on standard output.
-
-    Reading never blocks. Writing blocks while the agent does not read, which slows the pass down
-    and loses nothing.
-    """
-
-    def __init__(self) -> None:
-        self._input = b""
-        os.set_blocking(0, False)
-
-    @staticmethod
-    def say(report: Report) -> None:
-        sys.stdout.write(f'{{"result":{kit.messages.encode(report)}}}\n')
-        sys.stdout.flush()
-
-    def commands(self) -> list[Command] | None:
-        """Commands that have arrived; None when the agent has closed the pipe."""
-        try:
-            data = os.read(0, 65536)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        *lines, self._input = (self._input + data).split(b"\n")
-        return [kit.messages.decode(line, Command) for line in lines]
-
-
 # --- a coordinator and its workers
 
 
@@ -437,21 +389,6 @@ class Finish(Message):
     """Delete the spare links and make the whole generation durable."""
 
 
-class Unseal(Message):
-    """Remove the marks of ``path`` and of every directory above it."""
-
-    path: list[str]
-    names: list[str]  # bad files there, for the coordinator
-
-
-class Prune(Message):
-    """Delete names from a directory of the tree."""
-
-    directory: int | None
-    path: list[str]
-    names: list[str]
-
-
 class Fetch(Message):
     """Read a published manifest into the generation's folder, and compare a sample of it."""
 
@@ -459,10 +396,7 @@ class Fetch(Message):
     allowance: int  # SSD bytes that it may take
 
 
-Job = (
-    Scan | Copy | Extents | Whole | Commit | Recheck | Finish | Verify | Unseal | Prune
-    | Fetch
-)  # fmt: skip
+Job = Scan | Copy | Extents | Whole | Commit | Recheck | Finish | Verify | Fetch
 
 
 class Done(Message):
@@ -630,22 +564,3 @@ def answers() -> MessageStream[Answer]:
 
 def next_job() -> Job | None:
     return receive(JOBS, cast(Any, Job))
-
-
-def serve_alone(kind: type[TaskT], run: Callable[[TaskT], End]) -> None:
-    """The life of a process whose pass needs no workers: read the task, run it, report its end."""
-    import sqlite3  # not at the top: the fill of an image has no index, and starts without it
-
-    task = first_task(kind)
-    if task is None:
-        return
-    try:
-        end = run(task)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            return  # the agent has ended
-        end = End("failed", error.strerror or str(error))
-    except (ValueError, sqlite3.DatabaseError) as error:
-        end = End("failed", f"the index cannot be used ({error})")
-    with contextlib.suppress(BrokenPipeError):  # the agent has ended
-        AgentChannel.say(Report(end=end))

@@ -12,11 +12,11 @@ import contextlib
 import os
 import stat
 
-from cache.fill import coordinator, protocol
+from cache.fill import opened, protocol
 from cache.store import generations, index, tree
 
 
-def is_lost(run: coordinator.Coordinator) -> bool:
+def is_lost(run: opened.OpenGeneration) -> bool:
     """Whether the index lacks what a complete generation has."""
     if run.index.totals().directories == 0:
         return True
@@ -51,7 +51,7 @@ class Relisting:
     """The coordinator's part. Only directories with a mark count as listed: others may lack files,
     and the next fill lists them."""
 
-    def __init__(self, run: coordinator.Coordinator) -> None:
+    def __init__(self, run: opened.OpenGeneration) -> None:
         self._run = run
         self._index = run.index
         self._kept = generations.load(str(run.generation)) or {}

@@ -22,10 +22,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cache.fill import coordinator, protocol, relist, verify_worker
-from cache.fill.coordinator import Ended
+from cache.fill import coordinator, opened, protocol, relist
+from cache.fill.agent import Ended
+from cache.fill.coordinator import Staged
 from cache.fill.protocol import Copy
-from cache.fill.staged import Staged
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, large, tree
 from cache.store.tree import Entry
@@ -362,9 +362,9 @@ class VerifyPass(coordinator.Pass):
 def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
     """A pass that is ready to run. OSError when the source is not there."""
     os.close(tree.open_source(task.source, task.stamp))  # before any file is judged bad
-    run = coordinator.Coordinator(task, verify_worker.serve)
+    run = coordinator.Coordinator(task)
     return run, VerifyPass(run, task)
 
 
 def main() -> None:
-    coordinator.serve(protocol.VerifyTask, begin)
+    opened.serve(protocol.VerifyTask, lambda task: coordinator.Coordinator.run(*begin(task)))

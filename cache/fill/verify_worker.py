@@ -2,14 +2,13 @@
 
 import contextlib
 import errno
-import functools
 import os
 import stat
 import time
 from collections.abc import Iterator
 
 import kit.files
-from cache.fill import control, copy, direct, protocol, relist, verify_large, worker
+from cache.fill import commit, control, copy, direct, protocol, relist, verify_large
 from cache.store import large, tree
 from cache.store.tree import Entry
 
@@ -30,14 +29,19 @@ class NotComparedError(Exception):
         self.size = size
 
 
-class VerifyWorker(worker.Worker):
-    def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
-        super().__init__(number, page, setup)
+class Verifier:
+    """The part of a worker that verifies."""
+
+    def __init__(self, own: commit.Committer, source: int, throttle: control.Throttle) -> None:
+        """``source``: descriptor of its root."""
+        self.generation, self.tree = own.generation, own.tree
+        self.source = source
+        self.throttle = throttle
         self._buffer = memoryview(bytearray(copy.BLOCK))
         self._stored = direct.Reader(self.throttle)
         self._others: dict[str, int] = {}  # roots of the trees of other generations
 
-    def verify(self, job: protocol.Verify) -> None:
+    def verify(self, job: protocol.Verify) -> protocol.Verified:
         found = protocol.Verified()
         with contextlib.ExitStack() as stack:
             try:
@@ -48,8 +52,7 @@ class VerifyWorker(worker.Worker):
                     raise
                 found.fault = f"cannot be read in the store: {copy.reason(error)}"
                 found.unreadable = True
-                protocol.answer(found)
-                return
+                return found
             source: int | OSError | None = None
             if job.against_source:
                 try:
@@ -65,7 +68,7 @@ class VerifyWorker(worker.Worker):
             self._ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
             self._also = list(self._opened(job.also, job.path, stack))
             self._verify_names(job, directory, names, source, found)
-        protocol.answer(found)
+        return found
 
     def _verify_names(
         self, job: protocol.Verify, directory: int, names: list[str], source: int | OSError | None,
@@ -247,9 +250,6 @@ class VerifyWorker(worker.Worker):
         return ""
 
 
-VerifyWorker.methods = {**worker.Worker.methods, protocol.Verify: VerifyWorker.verify}
-
-
 def _names(directory: int) -> tuple[list[str], int]:
     """The names in order, and how many of them are directories. OSError."""
     names, folders = [], 0
@@ -258,6 +258,3 @@ def _names(directory: int) -> tuple[list[str], int]:
             names.append(item.name)
             folders += item.is_dir(follow_symlinks=False)
     return sorted(names), folders
-
-
-serve = functools.partial(worker.serve, kind=VerifyWorker)

@@ -206,9 +206,6 @@ class WorkerPool:
         """Report input on this descriptor too (commands of the agent)."""
         self._selector.register(descriptor, selectors.EVENT_READ, None)
 
-    def unwatch(self, descriptor: int) -> None:
-        self._selector.unregister(descriptor)
-
     def wait(self, seconds: float) -> Iterator[Event]:
         """What happens within ``seconds``. Raises PoolError when workers keep dying."""
         for key, _ in self._selector.select(seconds):

@@ -10,7 +10,7 @@ import pytest
 
 from cache.fill import fill as fill_pass
 from cache.fill import protocol
-from cache.fill.coordinator import Ended
+from cache.fill.agent import Ended
 from cache.store import generations, index
 from tests.cache import passes
 from tests.testbed import damage, trees

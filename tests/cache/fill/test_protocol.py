@@ -48,9 +48,6 @@ jobs = st.one_of(
         entries=st.lists(entries, max_size=4),
         location=locations,
     ),
-    st.builds(
-        protocol.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
-    ),
 )
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kit.errors
-from cache.fill import coordinator, fetch, fill, protocol, worker, worker_pool
+from cache.fill import agent, coordinator, fetch, fill, protocol, worker, worker_pool
 from cache.store import index, manifest, published, tree
 from cache.store.tree import Entry
 from tests.cache import passes
@@ -338,7 +338,7 @@ def ended(
             while True:
                 run.step()
                 then(run)
-        except coordinator.Ended as end:
+        except agent.Ended as end:
             left = decides.end(end).fill
             assert left is not None
             return end.result, left
@@ -457,7 +457,7 @@ def test_manifest_takes_nothing_of_the_budget_when_the_fill_has_ended(
     def stop(run: coordinator.Coordinator) -> None:
         if any("are taken from" in note for note in notes):
             assert run.used() > much
-            raise coordinator.Ended("cancelled")
+            raise agent.Ended("cancelled")
 
     monkeypatch.setattr(fetch, "fetch", large)
     without = shared.store.with_name("without")
