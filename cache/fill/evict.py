@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cache.fill import closing, opened, protocol, relist
+from cache.fill import closing, opened, protocol
 from cache.fill.agent import Ended
 from cache.store import index, large, manifest, subset, tree
 from cache.store.evict_index import EvictIndex, Part
@@ -193,7 +193,7 @@ class Evict:
     def _weigh(self, directory: int, number: int) -> None:
         """Count what the tree really has in a directory. ext4 gives none of its blocks back."""
         names = os.listdir(directory)
-        found = relist.look(directory, names)
+        found = opened.look(directory, names)
         taken = sum(2 * (8 + len(os.fsencode(name))) for name in names)
         emptied = max(0, _blocks(directory) - BLOCK - taken)
         with self._index.transaction():

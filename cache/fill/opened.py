@@ -1,7 +1,9 @@
 """The generation that a pass works on: locked, its index open, and what it takes of the SSD."""
 
+import contextlib
 import os
 import sqlite3
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +160,28 @@ class OpenGeneration:
         if text and text not in self._notes and len(self._notes) < MOST_NOTES:
             self._notes.add(text)
             self.note(text)
+
+
+def look(directory: int, names: list[str]) -> protocol.Relisted:
+    """What the tree has in a directory. Names that cannot be looked up are left out."""
+    found = protocol.Relisted(opaque=False, entries=len(names))
+    with contextlib.suppress(OSError):
+        # What is closed may lack files further down.
+        found.opaque = tree.hides(directory) and not tree.is_closed(directory)
+    for name in names:
+        try:
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except OSError:
+            continue  # the verify reports it
+        item = tree.entry_of(name, status)
+        if item.is_directory:
+            found.folders.append(item)
+            found.allocated += max(0, status.st_blocks * 512 - 4096) + item.name_bytes
+            continue
+        found.files += 1
+        found.bytes += item.size if stat.S_ISREG(status.st_mode) else 0
+        found.allocated += status.st_blocks * 512 + item.name_bytes
+    return found
 
 
 def serve(kind: type[agent.TaskT], run: Callable[[agent.TaskT], protocol.End]) -> None:

@@ -7,7 +7,7 @@ be replaced goes on the quarantine list; the agent publishes the overlay and has
 
 A directory that cannot be read, or that lacks names, is bad as well: its parent's mark goes,
 readers get the source's entries, and the next fill lists it again. An index that was lost is made
-again from the tree on the way (``cache.fill.relist``).
+again from the tree on the way.
 
 A scrub is a verify that begins where the one before was cut short (``cache.fill.verify``). What it
 found bad is replaced or on the quarantine list before the cursor passes it.
@@ -22,9 +22,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cache.fill import coordinator, opened, protocol, relist
+from cache.fill import coordinator, opened, protocol
 from cache.fill.agent import Ended
 from cache.fill.coordinator import Staged
+from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Copy
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, large, tree
@@ -71,6 +72,68 @@ def forget_cursor(db: sqlite3.Connection) -> None:
     db.execute("DELETE FROM scrub")
 
 
+# An index that was lost is made again from the tree, while a verify reads it.
+#
+# What a scan knew of a directory, its names, can only be taken from what is there now. So the names
+# are compared with the source's where it answers, and the totals with those that generation.json
+# has kept: an index that was made again never hides a loss.
+#
+# The root is marked as sealed last. Until then the index counts as lost, and a verify that was cut
+# short begins again.
+
+
+def _is_lost(run: OpenGeneration) -> bool:
+    """Whether the index lacks what a complete generation has."""
+    if run.index.totals().directories == 0:
+        return True
+    kept = generations.load(str(run.generation)) or {}
+    whole = run.index.directory(index.ROOT).state == index.SEALED
+    return kept.get("state") == "complete" and not whole
+
+
+class Relisting:
+    """Only directories with a mark count as listed: others may lack files, and the next fill lists
+    them."""
+
+    def __init__(self, run: OpenGeneration) -> None:
+        self._run = run
+        self._index = run.index
+        self._kept = generations.load(str(run.generation)) or {}
+        self._complete = self._kept.get("state") == "complete"
+        self._files = 0
+        run.note("the index was lost; it is made again from the tree")
+        with tree.opened_root(run.generation / "tree") as root:
+            self._index.add_root(tree.entry_of("", os.fstat(root)))
+
+    def take(self, number: int, found: protocol.Relisted) -> str:
+        """What is wrong with the directory, '' for a good one."""
+        self._files += found.files
+        root = number == index.ROOT
+        with self._index.transaction():
+            self._index.add_directories(number, found.folders)
+            if not found.opaque and not (root and self._complete):
+                return "has lost its mark in the store" if self._complete else ""
+            self._index.restart_listing(number)
+            self._index.listed(
+                number, entries=found.entries, files=found.files, size=found.bytes,
+                stored=(found.files, found.bytes, found.allocated), skipped=0,
+            )  # fmt: skip
+            if not root:
+                self._index.sealed(number)
+        return ""
+
+    def finish(self) -> None:
+        """Everything was read: the index counts as whole from now on."""
+        if self._complete:
+            with self._index.transaction():
+                self._index.sealed(index.ROOT)
+            self._run.totals = self._index.totals()
+
+    def lost(self) -> int:
+        """Files that were stored and that the tree lacks; which ones is not known."""
+        return max(0, int(self._kept.get("done_files", 0)) - self._files) if self._complete else 0
+
+
 AHEAD = 64
 MOST_NOTES = 100  # bad files that the log names
 PART_SECONDS = 20.0  # of a directory, before its job is over
@@ -96,7 +159,7 @@ class VerifyPass(coordinator.Pass):
         self.known: dict[tuple[str, ...], list[str]] = {}  # what was bad before, by directory
         if task.scrub:
             self.known = generations.grouped(generations.read_quarantined(run.generation))
-        self.relisting = relist.Relisting(run) if relist.is_lost(run) else None
+        self.relisting = Relisting(run) if _is_lost(run) else None
         self.reading: dict[int, str] = {}  # directories under way: names up to this one are read
         self.parts: list[int] = []  # those of them that go on
         self.cached = 0

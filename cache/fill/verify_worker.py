@@ -2,20 +2,30 @@
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import stat
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import xxhash
 
 import kit.files
-from cache.fill import commit, control, copy, direct, protocol, relist, verify_large
-from cache.store import large, tree
+from cache.fill import commit, control, copy, opened, protocol
+from cache.store import extents, large, tree
 from cache.store.tree import Entry
 
 MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 # A damaged file system answers so, for what it lost or cannot read.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Checked(NamedTuple):
+    fault: str  # '' when its bytes are those that were stored
+    repaired: int = 0  # extents that were fetched again
 
 
 class NotComparedError(Exception):
@@ -38,7 +48,7 @@ class Verifier:
         self.source = source
         self.throttle = throttle
         self._buffer = memoryview(bytearray(copy.BLOCK))
-        self._stored = direct.Reader(self.throttle)
+        self._stored = DiskReader(self.throttle)
         self._others: dict[str, int] = {}  # roots of the trees of other generations
 
     def verify(self, job: protocol.Verify) -> protocol.Verified:
@@ -64,7 +74,7 @@ class Verifier:
             if not job.after:
                 self._compare_names(job, names, found)
             if job.relist:
-                found.listed = relist.look(directory, names)
+                found.listed = opened.look(directory, names)
             self._ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
             self._also = list(self._opened(job.also, job.path, stack))
             self._verify_names(job, directory, names, source, found)
@@ -126,7 +136,7 @@ class Verifier:
             return
         try:
             fault, size = self._verify_file(job, directory, name, source, found)
-            found.cached += self._stored.way == direct.CACHED
+            found.cached += self._stored.way == CACHED
         except NotComparedError as error:
             fault, size = "", error.size
             found.uncompared += 1
@@ -198,15 +208,48 @@ class Verifier:
                 return self._compare(stored, kept, name, source), size
             return "", size
 
-    def _verify_large(
-        self, job: protocol.Verify, directory: int, name: str, kept: str
-    ) -> verify_large.Checked:
+    def _verify_large(self, job: protocol.Verify, directory: int, name: str, kept: str) -> Checked:
         with contextlib.ExitStack() as stack:
             source = None
             if job.reachable:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     source = stack.enter_context(tree.opened(self.source, job.path))
-            return verify_large.check(self.generation, directory, name, kept, self.throttle, source)
+            return self._check_large(directory, name, kept, source)
+
+    def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:
+        """``kept``: its checksum. ``source``: its directory there, to fetch bad extents from.
+
+        OSError when it cannot be read in the store, or the whole source has gone.
+        """
+        flags = os.O_RDWR if source is not None else os.O_RDONLY
+        with (
+            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=directory)) as stored,
+            large.records_of(self.generation, stored) as held,
+        ):
+            self.throttle.step(1, 0)
+            if held is None or held.checksum() != kept:
+                # The records are lost: the file's checksum still tells whether all of it is good.
+                return Checked(_without_records(self.generation, stored, kept, self.throttle))
+            bad = []
+            for extent in range(held.count):
+                try:
+                    good = held.is_good(extent)
+                except OSError as error:  # a bad sector
+                    if error.errno != errno.EIO:
+                        raise
+                    good = False
+                if not good:
+                    bad.append(extent)
+                self.throttle.step(0, held.span(extent)[1])
+            if not bad:
+                return Checked("")
+            first = held.span(bad[0])[0]
+            fault = f"{len(bad)} extents are not what was stored, the first at {first}"
+            if source is None:
+                return Checked(fault)
+            if _repair(held, bad, name, source, self.throttle):
+                return Checked("", len(bad))
+            return Checked(f"{fault}; the source has other bytes there")
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
         """How a stored file differs from the source's, '' when it does not.
@@ -243,8 +286,12 @@ class Verifier:
                     return f"differs from the source in {what.removeprefix('st_')}"
             if xattrs != tree.xattrs_of(origin):
                 return "differs from the source in its xattrs"
-            by_extents = large.is_stored_so(stored)
-            summed = copy.checksum(origin, self.throttle, self._buffer, by_extents=by_extents)
+            if large.is_stored_so(stored):
+                self.throttle.step(1, 0)
+                records = b"".join(_records(origin, self.throttle))
+                summed = xxhash.xxh3_128_hexdigest(records)
+            else:
+                summed = _checksum(origin, self.throttle, self._buffer)
             if summed != kept:
                 return "differs from the source in its bytes"
         return ""
@@ -258,3 +305,167 @@ def _names(directory: int) -> tuple[list[str], int]:
             names.append(item.name)
             folders += item.is_dir(follow_symlinks=False)
     return sorted(names), folders
+
+
+# --- stored files from the disk itself, past the page cache
+#
+# A verify wants to know what the disk has, not what memory remembers, and the pages of running jobs
+# are worth more than those of files that are read once a month. ext4 and XFS read directly
+# (O_DIRECT); where a file system refuses that, the kernel's uncached reads are tried
+# (RWF_DONTCACHE, kernel 6.14), else the page cache is used and the worker says so.
+
+DIRECT, UNCACHED, CACHED = "direct", "uncached", "cached"
+_DONTCACHE = 0x80  # RWF_DONTCACHE
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskReader:
+    """For one worker, through one buffer that is aligned to pages."""
+
+    def __init__(self, throttle: control.Throttle) -> None:
+        self._throttle = throttle
+        self._buffer = memoryview(mmap.mmap(-1, copy.BLOCK))
+        self.way = DIRECT  # of the last file
+
+    def checksum(self, descriptor: int) -> str:
+        """Of an open stored file, in hex. OSError of the disk; Cancelled."""
+        self.way = _begin(descriptor)
+        summed = xxhash.xxh3_128()
+        offset = 0
+        counted = 0  # files: with the first block
+        while True:
+            size = self._read(descriptor, offset)
+            if size:
+                summed.update(self._buffer[:size])
+                self._throttle.step(1 - counted, size)
+                counted = 1
+            offset += size
+            if size < copy.BLOCK:
+                break
+        if not counted:
+            self._throttle.step(1, 0)
+        return summed.hexdigest()
+
+    def _read(self, descriptor: int, offset: int) -> int:
+        """A whole block unless the file ends before: direct reads begin at whole blocks."""
+        size = 0
+        while size < copy.BLOCK:
+            count = self._read_some(descriptor, self._buffer[size:], offset + size)
+            size += count
+            if not count or size % 4096:
+                break
+        return size
+
+    def _read_some(self, descriptor: int, into: memoryview, offset: int) -> int:
+        if self.way == UNCACHED:
+            try:
+                return os.preadv(descriptor, [into], offset, _DONTCACHE)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self.way = CACHED
+                # At least the disk is asked, unless a job has the pages mapped.
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            return os.preadv(descriptor, [into], offset)
+        except OSError as error:
+            if self.way != DIRECT or error.errno not in _REFUSED:
+                raise
+        _set_direct(descriptor, on=False)
+        self.way = UNCACHED
+        return self._read_some(descriptor, into, offset)
+
+
+def _begin(descriptor: int) -> str:
+    try:
+        _set_direct(descriptor, on=True)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return UNCACHED
+    return DIRECT
+
+
+def _set_direct(descriptor: int, *, on: bool) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+# --- files of the source
+
+
+def _checksum(origin: int, throttle: control.Throttle, buffer: memoryview) -> str:
+    """From the cluster or disk unless pages stay in the page cache."""
+    os.posix_fadvise(origin, 0, 0, os.POSIX_FADV_DONTNEED)
+    summed = xxhash.xxh3_128()
+    files = 1
+    while count := os.readv(origin, [buffer]):
+        summed.update(buffer[:count])
+        throttle.step(files, count)
+        files = 0
+    if files:
+        throttle.step(1, 0)
+    return summed.hexdigest()
+
+
+def _records(descriptor: int, throttle: control.Throttle) -> Iterator[bytes]:
+    """Of each extent; ``cache.store.large`` makes the checksum of a large file of them."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    size = os.fstat(descriptor).st_size
+    for extent in range(extents.count_of(size)):
+        yield extents.record_of(extents.read(descriptor, size, extent))
+        throttle.step(0, extents.EXTENT_BYTES)
+
+
+# --- of a stored large file only what is bad is fetched again
+#
+# A bad extent is written over in place, which no other file of a tree ever is: the bytes are those
+# that were stored, by their checksum, so no reader sees anything but right bytes come back. A
+# source whose bytes have another checksum is no help: then the file is bad as a whole.
+
+_SYNCED_EXTENTS = 64
+
+
+def _repair(
+    held: extents.Extents, bad: list[int], name: str, source: int, throttle: control.Throttle
+) -> bool:
+    """Whether all of them are good again."""
+    try:
+        origin = os.open(name, _FLAGS | os.O_NONBLOCK, dir_fd=source)
+    except OSError as error:
+        if error.errno in tree.SOURCE_GONE:
+            raise
+        return False
+    with kit.files.closing(origin):
+        if os.fstat(origin).st_size != held.size:
+            return False
+        for number, extent in enumerate(bad, 1):
+            try:
+                data = extents.read(origin, held.size, extent)
+            except OSError as error:
+                if error.errno in tree.SOURCE_GONE:
+                    raise
+                return False
+            if extents.record_of(data) != held.record(extent):
+                return False
+            times = os.fstat(held.data)
+            extents.write_all(held.data, memoryview(data), held.span(extent)[0])
+            os.utime(held.data, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if not number % _SYNCED_EXTENTS:  # the last sync has little to wait for
+                os.fdatasync(held.data)
+            throttle.beat()
+    os.fdatasync(held.data)
+    for extent in bad:
+        throttle.beat()
+        if not held.is_good(extent):
+            return False
+    return True
+
+
+def _without_records(generation: int, stored: int, kept: str, throttle: control.Throttle) -> str:
+    """The fault, '' when there is none; then the records are made again."""
+    records = b"".join(_records(stored, throttle))
+    if xxhash.xxh3_128_hexdigest(records) != kept:
+        return "its bytes are not those that were stored"
+    large.make_records(generation, stored, records)
+    return ""
