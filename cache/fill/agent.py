@@ -11,7 +11,7 @@ from typing import TypeVar
 import kit.errors
 import kit.messages
 from cache.fill import control, protocol
-from cache.store.rows import Counts
+from cache.store.manifest import Counts
 
 PROGRESS_SECONDS = 0.5
 

@@ -24,7 +24,7 @@ import kit.errors
 import kit.files
 from cache.fill import agent, control, protocol, space
 from cache.fill.agent import Ended
-from cache.store import filesystem, image_copy, ranges, rows
+from cache.store import filesystem, image_copy, manifest, ranges
 from ceph import image
 from ceph.protocol import SnapshotFacts
 
@@ -186,8 +186,8 @@ class Pass:
         return self.lacks(left)
 
     @property
-    def counts(self) -> rows.Counts:
-        return rows.Counts(
+    def counts(self) -> manifest.Counts:
+        return manifest.Counts(
             files=self.total_chunks,
             bytes=self.total_bytes,
             done_files=self.done_chunks,

@@ -136,7 +136,7 @@ class Pass(ABC):
         """Called while nothing is under way or staged; raises Ended."""
 
     @abstractmethod
-    def counts(self) -> index.Counts: ...
+    def counts(self) -> manifest.Counts: ...
 
     @abstractmethod
     def end(self, ended: Ended) -> protocol.End:

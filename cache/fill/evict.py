@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from cache.fill import closing, opened, protocol
 from cache.fill.agent import Ended
 from cache.store import index, large, manifest, subset, tree
-from cache.store.evict_index import EvictIndex, Part
 from linux import syscalls
 
 DIRECTORIES_AT_ONCE = 256
@@ -46,7 +45,7 @@ class Evict:
     def __init__(self, task: EvictTask) -> None:
         self._task = task
         self._run = opened.OpenGeneration(task)
-        self._run.index = self._index = EvictIndex.of(self._run.index)
+        self._index = self._run.index
         self._run.agent.phase = "evicting"
         self._top = tree.open_root(self._run.generation)
         self._run.unplaced = lambda: large.used(self._top)
@@ -87,7 +86,7 @@ class Evict:
         """The share that fits, and how many stored files it takes out."""
         histogram = subset.Histogram()
         for number in self._directories():
-            path, inside = self._index.path(number), subset.Amount(*self._index.inside(number))
+            path, inside = self._index.path(number), self._index.directory(number).inside
             for part in self._index.parts(number):
                 positions = self._positions.of(path, inside, [item.entry for item in part.items])
                 for at, item in zip(positions, part.items, strict=True):
@@ -131,7 +130,7 @@ class Evict:
 
     def _delete_in(self, root: int, number: int) -> None:
         path, weigh, before = self._index.path(number), False, self._files
-        inside = subset.Amount(*self._index.inside(number))
+        inside = self._index.directory(number).inside
         with tree.opened(root, path) as directory:
             mtime_ns = os.fstat(directory).st_mtime_ns
             for part in self._index.parts(number):
@@ -149,7 +148,7 @@ class Evict:
             os.utime(directory, ns=(mtime_ns, mtime_ns))
 
     def _delete_stored(
-        self, directory: int, number: int, part: Part, gone: list[manifest.Item]
+        self, directory: int, number: int, part: index.Part, gone: list[manifest.Item]
     ) -> bool:
         """Delete stored files of one part of the manifest; whether one was missing."""
         found = [self._unlink(directory, item.entry) for item in gone]

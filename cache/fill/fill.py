@@ -80,7 +80,7 @@ class Retries:
     def _next_seals(self) -> list[int]:
         if self._rechecked_to is None:
             return []
-        numbers = self._index.listed_directories(self._rechecked_to, RECHECKS_IN_A_JOB)
+        numbers = self._index.known_directories(self._rechecked_to, RECHECKS_IN_A_JOB, listed=True)
         if not numbers:
             self._rechecked_to = None
         return numbers
@@ -233,7 +233,7 @@ class Kept:
         if self._positions is None:
             self._positions = self._run.positions()
         path = self._run.index.path(chunk.directory)
-        inside = subset.Amount(*self._run.index.inside(chunk.directory))
+        inside = self._run.index.directory(chunk.directory).inside
         at = self._positions.of(path, inside, chunk.entries)
         pairs = zip(chunk.entries, at, strict=True)
         return [entry for entry, position in pairs if position < self._share]
@@ -458,7 +458,8 @@ class FillPass(Pass):
         self.copying.add(chunk.id)
         job = Copy(
             folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
-            location=self.index.location(chunk.directory), patient=chunk.priority == index.SILENT,
+            location=self.index.directory(chunk.directory).location,
+            patient=chunk.priority == index.SILENT,
         )  # fmt: skip
         return Assignment(
             job, directory=chunk.directory, allocated=size, inodes=len(items), chunk=chunk,
@@ -487,7 +488,7 @@ class FillPass(Pass):
         """Nothing of it fits. Smaller files of other chunks may, unless hardly any room is left."""
         if not wanted or self.run.room(inodes=0).holds(SMALLEST, 1):
             with self.index.transaction():
-                self.index.no_room_for(chunk.id)
+                self.index.set_priority(chunk.id, index.NO_ROOM)
         else:
             self.full = True
 
@@ -685,7 +686,7 @@ class FillPass(Pass):
 
     # --- reports
 
-    def counts(self) -> index.Counts:
+    def counts(self) -> manifest.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
         return self.run.totals

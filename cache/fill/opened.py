@@ -128,9 +128,9 @@ class OpenGeneration:
     def list_again(self, number: int) -> None:
         """Forget the figures of a directory until it is listed; its space still counts."""
         self.usage.at_least(self.totals)
-        shared, files = self.index.shared(number)
-        self.shared = max(0, self.shared - shared)
-        self.shared_files = max(0, self.shared_files - files)
+        before = self.index.directory(number)
+        self.shared = max(0, self.shared - before.shared)
+        self.shared_files = max(0, self.shared_files - before.shared_files)
         self.index.restart_listing(number)
 
     def found_shared(self, number: int, stored: protocol.Stored) -> None:

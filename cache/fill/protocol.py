@@ -21,7 +21,7 @@ import msgspec
 
 import kit.messages
 from cache.store import subset
-from cache.store.rows import Counts
+from cache.store.manifest import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
 

@@ -28,7 +28,7 @@ from cache.fill.coordinator import Staged
 from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Copy
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, large, tree
+from cache.store import generations, index, large, manifest, tree
 from cache.store.tree import Entry
 
 # How far the scrub of a generation has come is kept in its index, so that both are lost together.
@@ -241,9 +241,8 @@ class VerifyPass(coordinator.Pass):
 
     def _following(self, limit: int) -> list[int]:
         """Directories that were not given to a worker yet."""
-        if self.relisting is not None:
-            return self.index.known_directories(self.after, limit)
-        return self.index.listed_directories(self.after, limit)
+        whole = self.relisting is None
+        return self.index.known_directories(self.after, limit, listed=whole)
 
     def _replace(self) -> Assignment | None:
         if not self.bad:
@@ -384,9 +383,9 @@ class VerifyPass(coordinator.Pass):
             for number in found:
                 self._quarantine(self.index.path(number), "")
 
-    def counts(self) -> index.Counts:
+    def counts(self) -> manifest.Counts:
         total, found = self.run.totals, self.found
-        return index.Counts(
+        return manifest.Counts(
             *(total.done_files, total.done_bytes, found.checked_files, found.checked_bytes),
             *(found.bad, total.skipped),
         )

@@ -16,7 +16,7 @@ import kit.files
 from cache.fill import commit, opened, protocol
 from cache.fill.agent import Ended
 from cache.store import generations, large, tree
-from cache.store.rows import Counts
+from cache.store.manifest import Counts
 
 BAD = "its copy in the store was bad and could not be replaced"
 

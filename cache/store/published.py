@@ -274,8 +274,7 @@ def _records(known: index.Index, number: int) -> Iterator[tuple[Record, int]]:
     """Of one directory, each with the number of its files that are read through mounts."""
     directory = known.directory(number)
     path = [os.fsencode(name) for name in known.path(number)]
-    location = known.location(number)
-    pool, skipped = location[0] if location else "", known.skipped(number)
+    pool = directory.location[0] if directory.location else ""
     found = 0
     items: list[manifest.Item] = []
 
@@ -283,7 +282,7 @@ def _records(known: index.Index, number: int) -> Iterator[tuple[Record, int]]:
         part = manifest.pack(items)
         others = sum(not _past_the_mount(item.entry) for item in items)
         items.clear()
-        return Record(path, directory.entries, skipped, pool, part), others
+        return Record(path, directory.entries, directory.skipped, pool, part), others
 
     for item in _items(known, number):
         found += 1
