@@ -20,7 +20,7 @@ from cache.dataset.generation import Generation
 from cache.fill import protocol
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
-from cache.store import generations
+from cache.store import generations, manifest
 from cache.work import running
 from cache.work.jobs import Jobs
 from cache.work.running import Pass, Rates, eta
