@@ -55,6 +55,15 @@ class AgentChannel:
                 self.page.cancel()
         return bool(commands)
 
+    def heed(self) -> bool:
+        """Between two steps of a pass without workers: a sign of life, and what the agent said.
+        Whether a report is due. Ended."""
+        self.page.beat(0)
+        self.obey()
+        if self.page.cancelled:
+            raise Ended("cancelled")
+        return self.waits
+
     def commands(self) -> list[protocol.Command] | None:
         """Those that have arrived; None when the agent has closed the pipe."""
         try:

@@ -123,25 +123,19 @@ class Pass:
         self.agent.page.set_limits(self.agent.limits.bytes_per_second, 0)
 
     def pause(self, size: int = 0) -> None:
-        """Between two chunks: obey, keep to the limits, report. Raises Ended."""
+        """Between two chunks: keep to the limits, obey, report. Raises Ended."""
         try:
             self._throttle.step(bool(size), size)
         except control.Cancelled:
             raise Ended("cancelled") from None
-        self.obey()
-
-    def obey(self) -> None:
-        """What the agent said meanwhile. Raises Ended."""
-        if self.agent.obey():
-            self._set_limits()
-        if self.agent.page.cancelled:
-            raise Ended("cancelled")
-        if self.agent.waits:
-            self.report()
+        self.beat()
 
     def beat(self) -> None:
-        self._throttle.beat()
-        self.obey()
+        """A sign of life; what the agent said meanwhile. Raises Ended."""
+        due = self.agent.heed()
+        self._set_limits()
+        if due:
+            self.report()
 
     def commit(self, held: image_copy.Chunks | Behind, *, force: bool = False) -> bool:
         """Make durable what waits, or begin to, when that is due; whether it was."""

@@ -26,7 +26,6 @@ from cache.fill.agent import Ended
 from cache.store import index, large, manifest, subset, tree
 from linux import syscalls
 
-DIRECTORIES_AT_ONCE = 256
 BLOCK = 4096  # SSD bytes that the index counts for a directory without names
 # At most so many times what is lacking is taken out at once, where generations share files.
 MOST_SHARED = 8
@@ -73,12 +72,9 @@ class Evict:
         return protocol.EvictEnd(self._run.left(), share, beyond, self._files)
 
     def _directories(self) -> Iterator[int]:
-        after = 0
-        while found := self._index.known_directories(after, DIRECTORIES_AT_ONCE):
-            for number in found:
-                yield number
-                self._obey()
-            after = found[-1]
+        for number in self._index.every_directory():
+            yield number
+            self._obey()
 
     # --- choose
 
@@ -201,14 +197,8 @@ class Evict:
     # --- the agent
 
     def _obey(self) -> None:
-        """Commands and progress, now and then. Raises Ended."""
-        self._run.page.beat(0)
-        if not self._run.agent.waits:
-            return
-        self._run.agent.obey()
-        if self._run.page.cancelled:
-            raise Ended("cancelled")
-        self._report()
+        if self._run.agent.heed():
+            self._report()
 
     def _report(self, *, syncing: bool = False) -> None:
         totals = self._run.totals = self._index.totals()

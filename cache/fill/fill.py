@@ -278,10 +278,7 @@ class FillPass(Pass):
             # The index may be new, or an earlier pass was killed while it listed again.
             run.usage.at_least(run.totals, task.used - self.large.used, task.inodes)
         with self.index.transaction():
-            # A new pass tries again what failed in the last one.
-            self.index.reset_rescans()
-            self.index.retry_put_off()
-            for number in self.index.failing():
+            for number in self.index.try_again():
                 run.list_again(number)
 
     @property

@@ -378,10 +378,8 @@ class VerifyPass(coordinator.Pass):
 
     def _list_everything_again(self) -> None:
         """Every directory may lack files: the next fill compares all of them with the source."""
-        number = 0
-        while found := self.index.known_directories(number, AHEAD):
-            for number in found:
-                self._quarantine(self.index.path(number), "")
+        for number in self.index.every_directory():
+            self._quarantine(self.index.path(number), "")
 
     def counts(self) -> manifest.Counts:
         total, found = self.run.totals, self.found

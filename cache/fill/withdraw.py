@@ -86,14 +86,9 @@ class Withdraw:
                 self._index.restart_listing(number)
 
     def _obey(self, left: int) -> None:
-        """Commands and progress, now and then. Raises Ended."""
         run = self._run
-        run.page.beat(0)
-        if not run.agent.waits:
+        if not run.agent.heed():
             return
-        run.agent.obey()
-        if run.page.cancelled:
-            raise Ended("cancelled")
         counts = Counts(
             self._withdrawn + left, done_files=self._withdrawn, skipped=run.totals.skipped
         )

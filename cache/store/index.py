@@ -359,8 +359,11 @@ class Index:
             most_rescans,
         )
 
-    def failing(self) -> list[int]:
-        """Directories with failures."""
+    def try_again(self) -> list[int]:
+        """For a new pass: there may be room again, what was silent may answer, and what failed in
+        the directories that are returned may be there."""
+        self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
+        self._db.execute("UPDATE chunks SET priority = ? WHERE priority < ?", (NORMAL, NORMAL))
         return self._ids("SELECT DISTINCT directory FROM failures")
 
     def count_rescan(self, directory: int) -> None:
@@ -369,9 +372,6 @@ class Index:
     def count_failure(self, directory: int) -> None:
         """One more failure in it: it cannot be sealed."""
         self._update(directory, "failed = failed + 1")
-
-    def reset_rescans(self) -> None:
-        self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
 
     def directory(self, number: int) -> DirectoryRow:
         id, parent, attributes, *figures, location = self._row(
@@ -443,6 +443,13 @@ class Index:
             after, int(listed), limit,
         )  # fmt: skip
 
+    def every_directory(self) -> Iterator[int]:
+        """As ``known_directories``; what is added meanwhile, too."""
+        after = 0
+        while numbers := self.known_directories(after, 256):
+            yield from numbers
+            after = numbers[-1]
+
     def next_chunks(self, limit: int) -> list[int]:
         """In the order in which they are copied, without those that do not fit."""
         return self._ids(
@@ -492,10 +499,6 @@ class Index:
             "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
             (*_packed(entries), number),
         )
-
-    def retry_put_off(self) -> None:
-        """There may be room again, and what was silent may answer."""
-        self._db.execute("UPDATE chunks SET priority = ? WHERE priority < ?", (NORMAL, NORMAL))
 
     def lacking_room(
         self, limit: int, after: tuple[int, str] = (0, "")

@@ -215,7 +215,7 @@ def _write(folder: str, marks: dict[str, str], file: BinaryIO) -> dict[str, int]
 
 
 def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
-    directories = entries = through_mount = last = 0
+    directories = entries = through_mount = 0
     with (
         contextlib.closing(index.Index.read_only(path)) as known,
         known.transaction(),  # all of it as it is now
@@ -226,15 +226,13 @@ def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
         head = MAGIC + json.dumps(header | {"entries": total}).encode() + b"\n"
 
         def every() -> Iterator[Record]:
-            nonlocal directories, entries, through_mount, last
-            while numbers := known.known_directories(last, 256):
-                last = numbers[-1]
-                for number in numbers:
-                    directories += 1
-                    entries += known.directory(number).entries
-                    for record, others in _records(known, number):
-                        through_mount += others
-                        yield record
+            nonlocal directories, entries, through_mount
+            for number in known.every_directory():
+                directories += 1
+                entries += known.directory(number).entries
+                for record, others in _records(known, number):
+                    through_mount += others
+                    yield record
 
         size = seal(file, head, every())
         if (directories, entries) != (totals.directories, total):
