@@ -5,7 +5,7 @@ memory. So each pass is a process of its own, with the index, a pool of workers 
 agent. Its one thread does four things in turn: commit what is staged, give jobs to idle workers,
 take their answers, report progress.
 
-``Coordinator`` is what all passes share. What is particular to one kind (fill, verify, withdraw) is
+``Coordinator`` is what passes with workers share. What is particular to one kind (fill, verify) is
 a ``Pass``: it says which job is next, takes the answers, and raises ``Ended`` when it is over.
 
 Invariants: only the committing worker changes names in the tree; one coordinator has the lock of a

@@ -8,6 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
@@ -26,6 +27,18 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 class Checked(NamedTuple):
     fault: str  # '' when its bytes are those that were stored
     repaired: int = 0  # extents that were fetched again
+
+
+@dataclass(frozen=True)
+class _Directory:
+    """One that is verified, and what is found in it."""
+
+    job: protocol.Verify
+    directory: int
+    source: int | OSError | None  # to compare with, or why it cannot be opened
+    found: protocol.Verified
+    ahead: list[int]  # of generations whose own scrub reads what is shared
+    also: list[tuple[int, int]]  # of generations that may have a bad file, too; by their place
 
 
 class NotComparedError(Exception):
@@ -75,28 +88,26 @@ class Verifier:
                 self._compare_names(job, names, found)
             if job.relist:
                 found.listed = opened.look(directory, names)
-            self._ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
-            self._also = list(self._opened(job.also, job.path, stack))
-            self._verify_names(job, directory, names, source, found)
+            ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
+            also = list(self._opened(job.also, job.path, stack))
+            self._verify_names(_Directory(job, directory, source, found, ahead, also), names)
         return found
 
-    def _verify_names(
-        self, job: protocol.Verify, directory: int, names: list[str], source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> None:  # fmt: skip
+    def _verify_names(self, place: _Directory, names: list[str]) -> None:
         """Those after ``job.after``, as far as patience goes."""
+        job = place.job
         ends = time.monotonic() + job.patience
         last = job.after
         for name in names:
             if name <= job.after:
                 continue
             if job.patience and time.monotonic() > ends and last > job.after:
-                found.left_after = last
+                place.found.left_after = last
                 return
             try:
-                self._verify_name(job, directory, name, source, found)
+                self._verify_name(place, name)
             except control.Cancelled:
-                found.left_after = last
+                place.found.left_after = last
                 return
             last = name
 
@@ -115,27 +126,25 @@ class Verifier:
         if job.entries is not None and len(names) + lost != job.entries:
             found.fault = f"has {len(names)} names in the store, {job.entries} were stored"
 
-    def _verify_name(
-        self, job: protocol.Verify, directory: int, name: str, source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> None:  # fmt: skip
+    def _verify_name(self, place: _Directory, name: str) -> None:
+        found = place.found
         try:
-            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            status = os.stat(name, dir_fd=place.directory, follow_symlinks=False)
         except OSError as error:
             if error.errno not in _BROKEN:
                 raise
             fault = f"cannot be looked up in the store: {copy.reason(error)}"
-            found.bad.append((self._entry_of(name, job.path, directory), fault))
+            found.bad.append((self._entry_of(place, name), fault))
             return
         if not stat.S_ISREG(status.st_mode):
             return
-        if any(tree.is_link(each, name, status) for each in self._ahead):
+        if any(tree.is_link(each, name, status) for each in place.ahead):
             found.checked_files += 1
             found.shared_files += 1
             self.throttle.step(1, 0)
             return
         try:
-            fault, size = self._verify_file(job, directory, name, source, found)
+            fault, size = self._verify_file(place, name)
             found.cached += self._stored.way == CACHED
         except NotComparedError as error:
             fault, size = "", error.size
@@ -145,9 +154,9 @@ class Verifier:
         found.checked_files += 1
         found.checked_bytes += size
         if fault:
-            found.bad.append((self._entry_of(name, job.path, directory), fault))
+            found.bad.append((self._entry_of(place, name), fault))
             found.also += [
-                (at, name) for at, each in self._also if tree.is_link(each, name, status)
+                (at, name) for at, each in place.also if tree.is_link(each, name, status)
             ]
 
     def _opened(
@@ -160,29 +169,25 @@ class Verifier:
                     self._others[folder] = tree.open_root(f"{folder}/tree")
                 yield at, stack.enter_context(tree.opened(self._others[folder], path))
 
-    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
+    def _entry_of(self, place: _Directory, name: str) -> Entry:
         """As the source has it now, else as the store has it."""
         try:
-            with tree.opened(self.source, path) as source:
+            with tree.opened(self.source, place.job.path) as source:
                 return tree.entry_of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
         except OSError:
             pass
         try:
-            return tree.entry_of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
+            return tree.entry_of(name, os.stat(name, dir_fd=place.directory, follow_symlinks=False))
         except OSError:  # neither can be read: only the name counts
             return Entry(name, stat.S_IFREG, 0, 0, 0, 0, 0, 1, True)
 
-    def _verify_file(
-        self, job: protocol.Verify, directory: int, name: str, source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> tuple[str, int]:  # fmt: skip
+    def _verify_file(self, place: _Directory, name: str) -> tuple[str, int]:
         """What is wrong with a stored file ('' for a good one), and its size.
 
-        ``source``: the source's directory to compare with, or why it cannot be opened.
         NotComparedError when the file is good and the source's cannot be read.
         """
         try:
-            stored = os.open(name, _FLAGS, dir_fd=directory)
+            stored = os.open(name, _FLAGS, dir_fd=place.directory)
         except OSError as error:
             return f"cannot be opened in the store: {copy.reason(error)}", 0
         with kit.files.closing(stored):
@@ -192,29 +197,29 @@ class Verifier:
             except OSError:
                 return "has no checksum in the store", size
             try:
-                if job.afresh:  # jobs read their sources now: no page is missed
+                if place.job.afresh:  # jobs read their sources now: no page is missed
                     os.posix_fadvise(stored, 0, 0, os.POSIX_FADV_DONTNEED)
                 if large.is_stored_so(stored):
-                    checked = self._verify_large(job, directory, name, kept)
+                    checked = self._verify_large(place, name, kept)
                     if checked.repaired:
-                        found.repaired.append((name, checked.repaired))
+                        place.found.repaired.append((name, checked.repaired))
                     if checked.fault:
                         return checked.fault, size
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
                 return f"cannot be read in the store: {copy.reason(error)}", size
-            if source is not None:
-                return self._compare(stored, kept, name, source), size
+            if place.source is not None:
+                return self._compare(stored, kept, name, place.source), size
             return "", size
 
-    def _verify_large(self, job: protocol.Verify, directory: int, name: str, kept: str) -> Checked:
+    def _verify_large(self, place: _Directory, name: str, kept: str) -> Checked:
         with contextlib.ExitStack() as stack:
             source = None
-            if job.reachable:
+            if place.job.reachable:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    source = stack.enter_context(tree.opened(self.source, job.path))
-            return self._check_large(directory, name, kept, source)
+                    source = stack.enter_context(tree.opened(self.source, place.job.path))
+            return self._check_large(place.directory, name, kept, source)
 
     def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:
         """``kept``: its checksum. ``source``: its directory there, to fetch bad extents from.

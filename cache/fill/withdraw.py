@@ -12,7 +12,6 @@ left.
 
 import os
 
-import kit.files
 from cache.fill import commit, opened, protocol
 from cache.fill.agent import Ended
 from cache.store import generations, large, tree
@@ -36,18 +35,21 @@ class Withdraw:
         self._withdrawn = 0
 
     def run(self) -> protocol.End:
+        result, why = "withdrawn", ""
         listed = generations.read_quarantined(self._run.generation)
         waiting = list(generations.by_directory(listed))
-        with kit.files.closing(tree.open_below(self._top, ["tree"])) as root:
-            try:
+        try:
+            with tree.opened(self._top, ["tree"]) as root:
                 for at, (path, names) in enumerate(waiting):
                     self._obey(len(waiting) - at)
                     self._take_out(root, path, names)
-            except Ended as ended:
-                return protocol.End(ended.result, ended.why, withdrawn=self._withdrawn)
-        if self._deletes and not self._hides:
-            generations.write_quarantined(self._run.generation, [])
-        return protocol.End("withdrawn", withdrawn=self._withdrawn)
+            if self._deletes and not self._hides:
+                generations.write_quarantined(self._run.generation, [])
+        except Ended as ended:
+            result, why = ended.result, ended.why
+        finally:
+            self._index.close()
+        return protocol.End(result, why, withdrawn=self._withdrawn)
 
     def _take_out(self, root: int, path: list[str], names: list[str]) -> None:
         try:

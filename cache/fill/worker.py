@@ -24,16 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import kit.files
-from cache.fill import (
-    commit,
-    control,
-    copy,
-    fetch,
-    large_copy,
-    protocol,
-    share,
-    verify_worker,
-)
+from cache.fill import commit, control, copy, fetch, large_copy, protocol, share, verify_worker
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native, objects
@@ -308,12 +299,9 @@ class Worker:
         return True
 
     def _has(
-        self,
-        target: int,
-        item: Entry,
-        stored: protocol.Stored,
-        before: share.SharedDirectory | None = None,
-    ) -> bool:
+        self, target: int, item: Entry, stored: protocol.Stored,
+        before: share.SharedDirectory | None,
+    ) -> bool:  # fmt: skip
         """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
