@@ -164,7 +164,7 @@ class Committer:
     def finish(self) -> protocol.Done:
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
-        large.discard_parts(self.generation, set())
+        large.discard_parts(self.generation)
         self._sync()
         return protocol.Done()
 
