@@ -68,7 +68,7 @@ class Rbd:
         self._thing = f"dataset {dataset.name}: RBD image {self.access.spec}"
 
     def take(self, source: Source) -> None:
-        """Other monitors, key or client: they count from the next reach."""
+        """Other monitors, key or client, of the same user: they count from the next reach."""
         assert isinstance(source, RbdSource)
         self._source = source
 
@@ -160,7 +160,7 @@ class Rbd:
         await asyncio.to_thread(self._target.mkdir, exist_ok=True, mode=0o700)
         try:
             refused = await kit.child.call(
-                mount_snapshot, str(self._folder), addresses, self._source.user, secret,
+                mount_snapshot, str(self._folder), addresses, secret,
                 dataclasses.asdict(self.access), dataclasses.asdict(facts), self._thing,
                 deadline=deadline,
             )  # fmt: skip
@@ -213,7 +213,7 @@ def _no() -> None:
 
 
 def mount_snapshot(
-    folder: str, given: list[list[Any]], user: str, secret: str, access: dict[str, Any],
+    folder: str, given: list[list[Any]], secret: str, access: dict[str, Any],
     facts: dict[str, Any], thing: str,
 ) -> str:  # fmt: skip
     """Map and mount; why the file system cannot be mounted from a snapshot, or ''. OSError.
@@ -234,7 +234,7 @@ def mount_snapshot(
         }  # fmt: skip
         kit.files.save(Path(folder) / MAPPED, json.dumps(seen).encode())
         protocol, hosts = monitors.one_protocol(monitors.Address(*each) for each in given)
-        number = krbd.map_snapshot(hosts, user, secret, named, protocol)
+        number = krbd.map_snapshot(hosts, wanted.user, secret, named, protocol)
         seen |= {"device": number, "diskseq": krbd.diskseq(number)}
         kit.files.save(Path(folder) / MAPPED, json.dumps(seen).encode())
     try:
