@@ -17,7 +17,7 @@ import os
 import time
 
 import kit.files
-from cache.fill import closing, large_files, opened, protocol
+from cache.fill import agent, closing, large_files, opened, protocol
 from cache.fill.agent import Ended
 from cache.fill.coordinator import COPIES, HANGS, Coordinator, Pass, Staged
 from cache.fill.protocol import Copy, Extents, Scan, Whole
@@ -371,7 +371,7 @@ class FillPass(Pass):
     def _skeleton_complete(self) -> None:
         self.skeleton = True
         self.run.all_listed()
-        self.run.agent.say(protocol.Report(skeleton=True))
+        agent.say(protocol.Report(skeleton=True))
 
     def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory
