@@ -138,6 +138,20 @@ class Throttle:
     def beat(self) -> None:
         self._control.beat(self._worker)
 
+    def begin(self, entry: int) -> None:
+        """As ``Control.begin``."""
+        self._control.begin(self._worker, entry)
+
+    def idle(self) -> None:
+        """While something is waited for. Raises Cancelled."""
+        self.beat()
+        self.check()
+
+    @property
+    def no_room(self) -> bool:
+        """As ``Control.no_room``."""
+        return self._control.no_room
+
     def check(self) -> None:
         """Raises Cancelled."""
         if self._control.cancelled:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.space import victims
 from cache.store import image_copy
 

@@ -27,7 +27,7 @@ from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction, Verification
 from cache.dataset.generation import Generation
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.space import at_work, budgets, limits, tasks
 from cache.store import subset
 from cache.views.view import Stage

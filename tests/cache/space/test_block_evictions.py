@@ -16,7 +16,7 @@ import kit.errors
 from cache import component, status
 from cache.dataset.dataset import Dataset
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings, DatasetSettings, RbdSource
 from cache.sources import base
 from cache.space import budgets, limits, victims

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kit.child
 from cache.fill import space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings
 from cache.space import reserve
 from cache.store import disk as store_disk
