@@ -5,20 +5,35 @@ made all the same, but is not *wanted*: its result does not count.
 """
 
 import asyncio
+import errno
+import grp
 import os
+import socket as sockets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import kit.child
 import kit.errors
 import kit.files
+import kit.units
 from kit.checks import Check
+from kube import client
+from kube.settings import AccessSettings, ThisNode
 from linux import syscalls
-from nodeagent import configfile, door, rooms
-from nodeagent.settings import Settings
+from nodeagent import configfile, rooms
+from nodeagent.api import listeners, rotation
+from nodeagent.settings import AdminSettings, Settings, address
 
 AT_ONCE = 4
+ANSWER_SECONDS = 5.0
+_NO_TCP = "nobody is admitted to the API over TCP"
+# What the agent's account must be allowed to create.
+_RIGHTS = (
+    ("authentication.k8s.io", "tokenreviews"), ("authorization.k8s.io", "subjectaccessreviews"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ def _own(settings: Settings) -> Sequence[Check]:
         Check("root", root, (), "the agent does not start"),
         Check("state", state, (str(settings.state_dir),), "the agent does not start"),
         Check("clock", clock, (), "Ceph may refuse its keys; times in findings are wrong"),
-        *door.checks(settings.admin, settings.this_node),
+        *admin_checks(settings.admin, settings.this_node),
     )
 
 
@@ -109,3 +124,148 @@ async def examine(config: Path) -> list[Result]:
             found = room.checks(settings.room(room), settings.state_dir)
             made += [_make(room.name, check, section is not None, turn) for check in found]
     return [file, *await asyncio.gather(*made)]
+
+
+# --- what the admin API needs on this node (docs/security.md)
+
+
+def admin_checks(admin: AdminSettings, here: ThisNode) -> Sequence[Check]:
+    path = str(admin.socket)
+    found = [Check("admin socket", socket, (path, admin.group), "no command reaches the agent")]
+    if admin.metrics is not None:
+        given = ("admin.metrics", admin.metrics, path)
+        found.append(Check("admin metrics", listen, given, "no metrics, and kubelet's probes fail"))
+    if (api := admin.api) is None:
+        return found
+    pair = (str(api.cert_file), str(api.key_file))
+    tokens = None if api.tokens_file is None else str(api.tokens_file)
+    exposed = "who reads them may do what their holders may; who writes them, all"
+    found += [
+        Check("admin api", listen, ("admin.api.listen", api.listen, path), _NO_TCP),
+        Check("admin certificate", certificate, pair, _NO_TCP),
+        Check("admin files", files, (*pair, tokens), exposed),
+    ]
+    if tokens is not None:
+        found.append(
+            Check("admin tokens", tokens_file, (tokens,), "their holders are not admitted")
+        )
+    if api.kubernetes is not None:
+        given_server = here.cluster.model_dump(mode="json")
+        cost = "users of the cluster are not admitted"
+        found.append(Check("admin reviews", reviews, (given_server,), cost))
+    return found
+
+
+def socket(path: str, group: str | None) -> str:
+    """HostError when the agent could not make it, or would not find its group."""
+    what = f"admin.socket {path}"
+    if group is not None:
+        try:
+            grp.getgrnam(group)
+        except KeyError:
+            raise kit.errors.HostError(
+                f"admin.group {group}",
+                "this host (in a pod: the image) has no such group",
+                "make it, or correct the name; a socket inside a pod needs none",
+            ) from None
+    folder = os.path.dirname(path)
+    if os.path.isdir(folder):
+        listeners.refuse_place(Path(path))
+    if os.path.lexists(path) and listeners.living(Path(path)):
+        return f"an agent listens on {path}"
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    if read_only or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise kit.errors.HostError(what, f"{folder} cannot be written", "name another path")
+    return f"{path} can be made, for {f'root and the group {group}' if group else 'root alone'}"
+
+
+def listen(setting: str, given: str, own_socket: str) -> str:
+    """HostError when the address cannot be had. That the agent itself has it is well."""
+    host, port = address(given)
+    try:
+        (family, kind, _, _, where), *_ = sockets.getaddrinfo(
+            host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
+        )
+        with sockets.socket(family, kind) as probe:
+            probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            probe.bind(where)  # and nobody listens: nothing changes
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and listeners.living(Path(own_socket)):
+            return f"{given} is in use, and an agent runs"
+        raise kit.errors.HostError(
+            f"{setting} {given}",
+            f"cannot listen there ({error.strerror})",
+            "choose another address, or end what uses it",
+        ) from None
+    return f"{given} is free"
+
+
+def certificate(cert: str, key: str) -> str:
+    """HostError when no client would take it, or soon none will."""
+    pair, problem = rotation.attempt(lambda: rotation.read_pair(Path(cert), Path(key)))
+    what = f"admin.api.cert_file {cert} with key_file {key}"
+    if pair is None:
+        raise kit.errors.HostError(what, problem, "correct the file that is wrong")
+    now = time.time()
+    if pair.expires_soon(now):
+        raise kit.errors.HostError(what, f"it expires in {pair.left(now)}", "renew it")
+    return f"{cert} fits its key and is valid until {kit.units.format_time(pair.until)}"
+
+
+def tokens_file(path: str) -> str:
+    """HostError when it cannot be used."""
+    known, problem = rotation.attempt(lambda: rotation.read_tokens(Path(path)))
+    if known is None:
+        raise kit.errors.HostError(f"admin.api.tokens_file {path}", problem, "correct the file")
+    return f"{path} has the tokens of {len(known)} callers"
+
+
+def files(cert: str, key: str, tokens: str | None) -> str:
+    """HostError when others may read or write what only root should."""
+    secret = [name for name in (key, tokens) if name is not None]
+    found = [rotation.exposure(Path(name), secret=name != cert) for name in (cert, *secret)]
+    if exposed := [str(each) for each in found if each is not None]:
+        raise kit.errors.HostError("admin.api", "; ".join(exposed), rotation.EXPOSED_REMEDY)
+    return "nobody else may read or write key, tokens and certificate"
+
+
+def reviews(given: dict[str, Any]) -> str:
+    """HostError when the API server does not answer, or refuses the agent's account."""
+    return asyncio.run(may_review(AccessSettings.model_validate(given)))
+
+
+async def may_review(asked: AccessSettings) -> str:
+    """As ``reviews``."""
+    server = client.ApiServer(asked)
+    what = "admin.api.kubernetes"
+    try:
+        for group, resource in _RIGHTS:
+            spec = {"resourceAttributes": {"group": group, "resource": resource, "verb": "create"}}
+            answer = await server.request(
+                "POST",
+                "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+                {
+                    "apiVersion": "authorization.k8s.io/v1",
+                    "kind": "SelfSubjectAccessReview",
+                    "spec": spec,
+                },
+                about="SelfSubjectAccessReview",
+                deadline=ANSWER_SECONDS,
+            )
+            if not answer["status"].get("allowed"):
+                raise kit.errors.HostError(
+                    what,
+                    f"the agent's account may not create {resource}.{group}",
+                    "bind system:auth-delegator to it, as the chart does",
+                )
+    except client.KubeError as error:
+        raise kit.errors.HostError(what, str(error), "mend the way or the login to it") from None
+    except (KeyError, AttributeError):
+        raise kit.errors.HostError(
+            what, "the answer is no SelfSubjectAccessReview", "see that this is an API server"
+        ) from None
+    finally:
+        await server.close()
+    return "the agent's account may ask who a token belongs to and what its owner may do"

@@ -11,7 +11,7 @@ import kit.errors
 from ceph import secrets
 from kube import access, kubelet
 from kube.settings import AccessSettings, KubeletSettings
-from nodeagent import bundle_files, configfile
+from nodeagent import bundle, configfile
 from nodeagent.api import rotation
 from preheat import settings
 from preheat.image import manifest
@@ -47,7 +47,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "patterns": patterns.load,
     "hosts.toml": hosts_file,
     "authority of a registry": certificate,
-    "log of the bundle": lambda path: bundle_files.part(str(path), 10, False),
+    "log of the bundle": lambda path: bundle.part(str(path), 10, False),
 }
 
 
