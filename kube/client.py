@@ -12,15 +12,18 @@ import re
 import socket
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
 
 import aiohttp
+import structlog
 
 import kit.errors
 from kit.pause import Backoff
 from kube import access
 from kube.settings import AccessSettings
+
+log = structlog.get_logger("cluster")
 
 LARGEST_ANSWER = 256 * 1024
 LARGEST_LINE = 4 * 1024 * 1024  # of a watch: an object of etcd has 1.5 MiB at most
@@ -290,6 +293,30 @@ class Pauses:
     def reset(self) -> None:
         self._away.reset()
         self._refused.reset()
+
+
+async def repeat(
+    step: Callable[[], Awaitable[None]],
+    seconds: float,
+    problem: str,
+    failed: Callable[[KubeError], None] = lambda _: None,
+) -> NoReturn:
+    """``step`` again and again, ``seconds`` apart, after an error later (``Pauses``); never ends.
+
+    ``problem``: what the log says of the first error in a row. ``failed`` gets each.
+    """
+    pauses = Pauses(seconds)
+    while True:
+        pause = seconds * random.uniform(1.0, 1.25)
+        try:
+            await step()
+            pauses.reset()
+        except KubeError as error:
+            if not pauses.attempts:
+                log.warning(problem, why=str(error))
+            failed(error)
+            pause = pauses.after(error)
+        await asyncio.sleep(pause)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -26,7 +26,7 @@ import structlog
 import cache.room
 from cache import room
 from kube import client, watching
-from nodeagent.cluster import labels, service, telling, writing
+from nodeagent.cluster import labels, service, trouble, writing
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import Running, State
 from tests.kube import scaled
@@ -46,8 +46,8 @@ def hurry(pace: float, nodes: float) -> None:
     writing.BEAT_SECONDS /= pace
     writing.LOOK_EACH *= nodes / pace
     writing.ROLL_EACH *= nodes / pace
-    telling.LOOK_SECONDS /= pace
-    telling.BEAT_SECONDS /= pace
+    trouble.LOOK_SECONDS /= pace
+    trouble.BEAT_SECONDS /= pace
     labels.LOOK_SECONDS /= pace
 
 
