@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linux import mountinfo, mounts, procfs, statx
+from linux import mountinfo, mounts, procfs, syscalls
 
 _MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 _INO = re.compile(rb"^ino:\s*(\d+)", re.MULTILINE)
@@ -402,7 +402,7 @@ def of_layer(layer: str, now: tuple[int, int], ours: int = 0) -> Iterator[str]:
     assert shown is not None
     device, _ = shown
     known: dict[tuple[int, str], set[int]] = {}  # mounts of a namespace and root
-    place = statx.Statx(statx.PLACE)
+    place = syscalls.Statx(syscalls.PLACE)
     for pid, key in procfs.views():
         try:
             if key not in known:
@@ -427,7 +427,7 @@ def _shows_layer(
 
 
 def _stands_in_layer(
-    place: statx.Statx, pid: int, layer: str, device: tuple[int, int], attached: set[int]
+    place: syscalls.Statx, pid: int, layer: str, device: tuple[int, int], attached: set[int]
 ) -> str:
     base = f"/proc/{pid}"
     links = [f"{base}/cwd", f"{base}/root"]

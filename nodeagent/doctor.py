@@ -19,7 +19,7 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.units
-from kit.checks import Check
+from kit.room import Check
 from kube import client
 from kube.settings import AccessSettings, ThisNode
 from linux import syscalls

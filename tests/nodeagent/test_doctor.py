@@ -13,7 +13,7 @@ import kit.errors
 import kit.files
 import kit.room
 import volumes.doctor
-from kit.checks import Check
+from kit.room import Check
 from kube.settings import RoomSettings, ThisNode
 from nodeagent import configfile, doctor, rooms, uninstall, units
 from volumes.guard import raw_block
