@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import kit.bucket
+import kit.pause
 from kube import client
 
 ANSWER_SECONDS = 10.0
@@ -115,7 +115,7 @@ class Events:
         self._server = server
         self._node = node
         self._known: OrderedDict[tuple[str, str, str], _Sent] = OrderedDict()
-        self._room = kit.bucket.Bucket(1 / EACH_SECONDS, BURST)
+        self._room = kit.pause.Bucket(1 / EACH_SECONDS, BURST)
 
     async def emit(self, reason: str, message: str, *, warning: bool, uid: str) -> bool:
         """Whether it was written."""

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from kit.room import HEARTBEAT_SECONDS, Stream
-from nodeagent import overview, page, rooms, runbooks
+from nodeagent import overview, page, rooms
 from nodeagent.api import access, figures
 from nodeagent.state import State
 
@@ -150,12 +150,8 @@ def routes(
     async def status_page(_: web.Request) -> web.Response:
         return html(rendered.text())
 
-    @functools.lru_cache(maxsize=1)
-    def runbook() -> str:  # it stays as it is while the agent runs
-        return page.runbook(runbooks.entries())
-
     async def runbook_page(_: web.Request) -> web.Response:
-        return html(runbook())
+        return html(page.runbook())
 
     async def live(request: web.Request) -> web.StreamResponse:
         """Server-sent events: the page's content whenever it has changed."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25

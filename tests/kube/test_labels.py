@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import kit.room
 from kube import client
 from nodeagent.cluster import follow, kinds, labels
-from nodeagent.reporter import Findings
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import Running, State
+from nodeagent.state import Findings, Running, State
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.kube.test_storage import ask

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import cachetools
 import structlog
 
-import kit.bucket
 import kit.errors
 import kit.pause
 from kube import client, objects
@@ -58,9 +57,9 @@ AnswerT = TypeVar("AnswerT")
 Find = Callable[[blockdev.BlockDevice], Awaitable[VolumeClaim | None]]  # OSError or AgentError
 
 
-def _budget(per_minute: int) -> kit.bucket.Bucket:
+def _budget(per_minute: int) -> kit.pause.Bucket:
     """Requests of this minute; some of them are kept for decisions about leases."""
-    return kit.bucket.Bucket(per_minute / 60, per_minute)
+    return kit.pause.Bucket(per_minute / 60, per_minute)
 
 
 class TooOftenError(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 
 from kube.settings import KubeletSettings
 from linux import kmsg
-from nodeagent import reporter as reporting
+from nodeagent import state as reporting
 from tests.testbed import constants, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import follower, matcher, patterns

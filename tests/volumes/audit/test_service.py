@@ -7,7 +7,7 @@ import pytest
 
 import kit.room
 from linux import netlink
-from nodeagent import reporter as reporting
+from nodeagent import state as reporting
 from tests.volumes.audit import world
 from volumes import metrics
 from volumes.audit import service, status
