@@ -337,7 +337,7 @@ async def _bind_tcp(setting: str, listen: str) -> socket.socket:
 
 
 def _token_caller(
-    known: rotation.Held[rotation.Known] | None, asked: reviews.Reviews | None
+    known: rotation.WatchedFiles[rotation.Known] | None, asked: reviews.Reviews | None
 ) -> server.Identify:
     async def caller(request: web.Request) -> access.Caller:
         peer = request.remote or "?"
@@ -412,15 +412,17 @@ async def serving(state: State) -> AsyncIterator[None]:
         if admin.api is not None:
             host, _ = address(admin.api.listen)
             certificate = rotation.Certificate(admin.api)
-            files: list[rotation.Held[Any]] = [certificate]
+            files: list[rotation.WatchedFiles[Any]] = [certificate]
             known = asked = None
+            also = []
             if admin.api.tokens_file is not None:
                 known = rotation.tokens(admin.api.tokens_file)
                 files.append(known)
             if admin.api.kubernetes is not None:
                 asked = reviews.Reviews(admin.api.kubernetes, state.settings.this_node)
                 stack.push_async_callback(asked.close)
-            await stack.enter_async_context(rotation.following(state, files, asked))
+                also.append(asked.finding)
+            await stack.enter_async_context(rotation.following(state, files, also))
             # Its streams are counted apart: callers over the network take no place from root.
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
             app = server.application(state, door, held)

@@ -91,7 +91,7 @@ def routes(
     held = held or overview.Held(state)
     rendered = _Rendered(held)
 
-    series = figures.Held(figures.registry(state))
+    series = figures.HeldFigures(figures.registry(state))
 
     async def metrics(request: web.Request) -> web.Response:
         asked = {

@@ -89,15 +89,11 @@ class Door:
 # --- errors, limits, and who may call what
 
 
-class Pace:
-    """Makes the requests of a kind of callers wait. Those of others do not wait for them."""
-
-    def __init__(self) -> None:
-        self._rate = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
-
-    async def keep(self, kind: str) -> None:
-        if not self._rate.admits(kind):
-            await asyncio.sleep(WAIT_SECONDS)
+def _refuse_other_hosts(request: web.Request, hosts: access.Hosts | None) -> None:
+    if hosts is not None and not hosts.admits(request.headers.get("Host", "")):
+        raise web.HTTPMisdirectedRequest(
+            reason="the Host header names another host (setting admin.names)"
+        )
 
 
 def _error_body(error: kit.errors.AgentError) -> dict[str, Any]:
@@ -189,18 +185,20 @@ def _ends(text: str, most: int) -> str:
 
 def _guard(door: Door, roles: dict[Any, Role]) -> Any:
     """Refuses who may not; limits and records changing calls."""
-    rate, pace = access.Rate(), Pace()
+    rate, pace = access.Rate(), access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
 
     def role(request: web.Request) -> Role:
         # A path that does not exist is judged by its method.
         read = request.method in ("GET", "HEAD")
         return roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
 
+    async def wait(kind: str) -> None:
+        """Those of another kind do not wait for them."""
+        if not pace.admits(kind):
+            await asyncio.sleep(WAIT_SECONDS)
+
     def check(request: web.Request, caller: access.Caller, needed: Role) -> None:
-        if door.hosts is not None and not door.hosts.admits(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(
-                reason="the Host header names another host (setting admin.names)"
-            )
+        _refuse_other_hosts(request, door.hosts)
         # A page opened in a browser on this node could send requests here; it cannot avoid
         # sending its origin with them.
         if (needed is not Role.READ or door.hosts is not None) and (
@@ -250,14 +248,14 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             )
 
         if caller.role is None:
-            await pace.keep("strangers")
+            await wait("strangers")
         try:
             response = await _errors_as_json(request, call)
         except (asyncio.CancelledError, ConnectionError):
             note(NO_ANSWER)  # the agent stops, or the client has left
             raise
         if response.status == web.HTTPTooManyRequests.status_code:
-            await pace.keep(caller.key)
+            await wait(caller.key)
         note(response.status)
         return response
 
@@ -458,10 +456,7 @@ def metrics_application(
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if hosts is not None and not hosts.admits(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(
-                reason="the Host header names another host (setting admin.names)"
-            )
+        _refuse_other_hosts(request, hosts)
         return await handler(request)
 
     served = {"/metrics", "/healthz", "/readyz"}
