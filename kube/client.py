@@ -104,8 +104,17 @@ class ApiServer:
         """
         self._keep_quiet(about)
         try:
-            async with asyncio.timeout(deadline):
-                return await self._request(method, path, body, about, kind, largest)
+            async with (
+                asyncio.timeout(deadline),
+                self._sent(method, path, body, kind) as response,
+            ):
+                sent = await self._whole(response, largest)
+                if response.status not in (200, 201):
+                    raise self._refused(response, sent, about)
+            answer = json.loads(sent)
+            if not isinstance(answer, dict):
+                raise ValueError("the answer is no object")
+            return answer
         except aiohttp.ConnectionTimeoutError:
             raise KubeError(about, f"no connection within {CONNECT_SECONDS:g}s") from None
         except TimeoutError:
@@ -113,25 +122,6 @@ class ApiServer:
         except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
             # RuntimeError: the session was closed meanwhile, for other settings.
             raise KubeError(about, str(error) or type(error).__name__) from None
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        about: str,
-        kind: str,
-        largest: int,
-    ) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        async with self._sent(method, path, data, kind) as response:
-            sent = await self._whole(response, largest)
-            if response.status not in (200, 201):
-                raise self._refused(response, sent, about)
-        answer = json.loads(sent)
-        if not isinstance(answer, dict):
-            raise ValueError("the answer is no object")
-        return answer
 
     async def lines(
         self, path: str, *, about: str, deadline: float, silence: float
@@ -172,7 +162,7 @@ class ApiServer:
 
     @contextlib.asynccontextmanager
     async def _sent(
-        self, method: str, path: str, data: bytes | None = None, kind: str = ""
+        self, method: str, path: str, body: dict[str, Any] | None = None, kind: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if not _PATH.fullmatch(path):
             raise ValueError(f"{path[:100]!r} is not a path of the API")  # nobody quoted it
@@ -188,8 +178,9 @@ class ApiServer:
         headers = {"Accept": "application/json", "User-Agent": "nodeagent"}
         if found.token:
             headers["Authorization"] = f"Bearer {found.token}"
-        if data is not None:
-            headers["Content-Type"] = kind
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), kind
         self.requests += 1
         async with self._session.request(
             method, f"{found.server}{path}", data=data, headers=headers, ssl=found.tls,

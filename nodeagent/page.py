@@ -20,6 +20,7 @@ import yaml
 
 import kit.room
 from nodeagent import overview
+from nodeagent.state import Event
 
 REFRESH_SECONDS = 10  # without script
 MOST_FINDINGS = 100
@@ -54,7 +55,7 @@ POLICY = (
 def render(now: overview.Overview) -> str:
     """The whole page."""
     facts = (
-        f"<span>version {escape(now.version)}</span><span>up {ago(now.at - now.begun)}</span>"
+        f"<span>version {escape(now.version)}</span><span>up {ago(now.uptime_seconds)}</span>"
         f"<span id=live>As of {_clock(now.at)} UTC</span>"
     )
     return _document(
@@ -93,7 +94,7 @@ def _title(now: overview.Overview) -> str:
 
 def _verdict(now: overview.Overview) -> str:
     parts = []
-    for part in now.parts:
+    for part in now.components:
         tone = "good" if part.ready else "mid" if part.starting else "bad"
         word = "ready" if part.ready else "starting" if part.starting else "not ready"
         told = "; ".join(part.reasons)
@@ -235,14 +236,13 @@ def _events(now: overview.Overview) -> str:
     )
 
 
-def _event(each: dict[str, object]) -> str:
-    when = datetime.datetime.fromtimestamp(float(str(each["at"])), datetime.UTC)
-    kind, severity = escape(str(each["kind"])), escape(str(each["severity"]))
-    text = _DIGEST.sub(r"\1…", str(each["text"]))
+def _event(each: Event) -> str:
+    when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
+    text = _DIGEST.sub(r"\1…", each.text)
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
-        f"</time><span class='badge {kind} {severity}'>{kind}</span>"
-        f"<p class=plain><b>{escape(str(each['subject']))}</b> {escape(text)}</p></li>"
+        f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"
+        f"<p class=plain><b>{escape(each.subject)}</b> {escape(text)}</p></li>"
     )
 
 

@@ -44,9 +44,6 @@ class Event:
     text: str
     rule: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Journal:
     """The last ``MOST_EVENTS`` events, in memory: log and Prometheus keep what is older."""
@@ -74,7 +71,7 @@ class Journal:
         while True:
             for event in self.after(last):
                 last, sent = event.number, time.monotonic()
-                yield event.as_json()
+                yield asdict(event)
             if time.monotonic() - sent >= kit.room.HEARTBEAT_SECONDS:
                 sent = time.monotonic()
                 yield {"kind": "alive", "number": last, "at": time.time()}

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import yaml
 from aiohttp import web
 
@@ -128,15 +129,13 @@ def routes(
         return web.json_response(body, status=200 if ready else 503)
 
     async def findings(_: web.Request) -> web.Response:
-        found = [overview.finding_json(each) for each in state.findings.current()]
-        return web.json_response({"findings": found})
+        return web.json_response({"findings": msgspec.to_builtins(state.findings.current())})
 
     async def status(_: web.Request) -> web.Response:
         return web.Response(body=held.answer(), content_type="application/json")
 
     async def events(_: web.Request) -> web.Response:
-        known = [each.as_json() for each in state.findings.journal.after()]
-        return web.json_response({"events": known})
+        return web.json_response({"events": msgspec.to_builtins(state.findings.journal.after())})
 
     async def follow_events(request: web.Request) -> web.StreamResponse:
         return await send(request, Stream(state.findings.journal.follow()))
