@@ -1,9 +1,11 @@
 """System calls through ctypes: one C library handle, errors as OSError; files and the clock."""
 
+import contextlib
 import ctypes
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,6 +89,26 @@ class Statx:
             return None
         mode, inode, rmajor, rminor, major, minor, mount = _STATX.unpack_from(self._buffer)
         return FileStatus(mode, inode, (rmajor, rminor), (major, minor), mount)
+
+
+@contextlib.contextmanager
+def device_node(path: str, kind: int, number: int) -> Iterator[str]:
+    """``path`` where it is the node of that device; else one of ours while the block runs, for a
+    container's /dev does not get the nodes of new devices. ``kind``: S_IFBLK or S_IFCHR. OSError.
+    """
+    import tempfile  # few need it
+
+    try:
+        there = os.stat(path).st_rdev == number
+    except OSError:
+        there = False
+    if there:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = os.path.join(folder, os.path.basename(path))
+        os.mknod(made, kind | 0o600, number)
+        yield made
 
 
 def syncfs(path: str) -> None:
