@@ -1,4 +1,4 @@
-"""Write docs/runbook.md from nodeagent/runbook.yaml.
+"""Write docs/runbook.md from nodeagent/shown/runbook.yaml.
 
 The page has what the yaml has, and beside it links, severities and a table by symptom. The yaml
 stays plain text, because the status page shows it as it is.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from nodeagent import page
+from nodeagent.shown import page
 from volumes.audit import evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ You were paged about a GPU node. Three steps:
 The agent is never in the data path. Stopping or restarting it neither helps nor harms a running
 job: the kernel serves the data and refuses the formats.
 
-`scripts/runbook_doc.py` makes this page from `nodeagent/runbook.yaml`; tests check that it is
+`scripts/runbook_doc.py` makes this page from `nodeagent/shown/runbook.yaml`; tests check that it is
 current and that no finding and no alert is missing. Severities of the audit's rules can be changed
 by the settings (`volumes.audit.rules`).
 """

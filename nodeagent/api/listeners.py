@@ -31,9 +31,9 @@ from aiohttp.typedefs import Middleware
 import kit.errors
 import kit.findings
 from kit.room import Role
-from nodeagent import overview
 from nodeagent.api import access, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
+from nodeagent.shown import overview
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")

@@ -15,8 +15,9 @@ import yaml
 from aiohttp import web
 
 from kit.room import HEARTBEAT_SECONDS, Stream
-from nodeagent import overview, page, rooms
+from nodeagent import rooms
 from nodeagent.api import access, figures
+from nodeagent.shown import overview, page
 from nodeagent.state import State
 
 # The OpenAPI document: the process's own part and one hand-written YAML file for each room.

@@ -25,8 +25,8 @@ from aiohttp import web
 import kit.errors
 import kit.redact
 from kit.room import Answer, Json, Request, Role, Route, Stream
-from nodeagent import overview
 from nodeagent.api import access, own
+from nodeagent.shown import overview
 from nodeagent.state import Running, State
 
 log = structlog.get_logger("agent")
@@ -35,7 +35,7 @@ LONGEST_BODY = 256 * 1024
 LONGEST_NAME = 255  # of a placeholder in a path
 LONGEST_TEXT = 4096  # of a query's value
 BODY_SECONDS = 10.0
-# Below the command line's own limit (nodeagent.api_client.ANSWER_SECONDS).
+# Below the command line's own limit (nodeagent.commands.client.ANSWER_SECONDS).
 HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 # Streams send something at least every five seconds (``kit.room.HEARTBEAT_SECONDS``).

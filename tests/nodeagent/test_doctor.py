@@ -15,7 +15,8 @@ import kit.room
 import volumes.doctor
 from kit.room import Check
 from kube.settings import RoomSettings, ThisNode
-from nodeagent import configfile, doctor, rooms, uninstall, units
+from nodeagent import configfile, rooms
+from nodeagent.commands import doctor, uninstall, units
 from volumes.guard import raw_block
 
 FULL = {

@@ -15,8 +15,9 @@ from aiohttp import web
 
 import kit.errors
 from kube.settings import AccessSettings, ThisNode
-from nodeagent import configfile, doctor
+from nodeagent import configfile
 from nodeagent.api import rotation
+from nodeagent.commands import doctor
 from nodeagent.settings import AdminSettings
 from tests.nodeagent.test_rotation import GOOD, certify, spoil
 from tests.testbed import ports

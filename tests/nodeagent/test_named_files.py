@@ -11,8 +11,9 @@ import kit.errors
 from ceph import secrets
 from kube import access, kubelet
 from kube.settings import AccessSettings, KubeletSettings
-from nodeagent import bundle, configfile
+from nodeagent import configfile
 from nodeagent.api import rotation
+from nodeagent.commands import bundle
 from preheat import settings
 from preheat.image import manifest
 from preheat.registry import credentials, hosts

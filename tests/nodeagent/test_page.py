@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestClient, TestServer
 import kit.findings
 import kit.room
 import kit.settings
-from nodeagent import app, overview, page
+from nodeagent import app
 from nodeagent.api import access, own, server
+from nodeagent.shown import overview, page
 from nodeagent.state import Running, State
 from tests.nodeagent import served as api
 

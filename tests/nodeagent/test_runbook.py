@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import kit.findings
-from nodeagent import app, page, rooms
+from nodeagent import app, rooms
+from nodeagent.shown import page
 from tests.nodeagent import served as api
 from tests.testbed import scripts
 from volumes.audit import evaluate

@@ -19,7 +19,7 @@ from html import escape
 import yaml
 
 import kit.room
-from nodeagent import overview
+from nodeagent.shown import overview
 from nodeagent.state import Event
 
 REFRESH_SECONDS = 10  # without script
@@ -28,7 +28,7 @@ MOST_EVENTS = 20
 LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
 LONGEST_REASON = 160  # of a component; its finding has all of it
 
-_FILES = importlib.resources.files("nodeagent")
+_FILES = importlib.resources.files("nodeagent.shown")
 _STYLE = (_FILES / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the rest

@@ -26,7 +26,8 @@ import kit.processes
 import kit.redact
 import kit.room
 from linux import mountinfo
-from nodeagent import configfile, doctor, rooms
+from nodeagent import configfile, rooms
+from nodeagent.commands import doctor
 
 LARGEST = 2**20
 MOST_BYTES = 9 * 2**20
