@@ -65,7 +65,7 @@ class KubeError(kit.errors.AgentError):
 
 
 class ApiServer:
-    """``close`` ends its connections. ``name``: what errors call it; a kubelet serves one, too.
+    """``close`` ends its connections.
 
     ``versions``: what was seen of the etcd of each part of the API (``part_of``). ``epoch`` counts
     how often one of them turned out to be another one, or an older one: what was written there
@@ -76,12 +76,11 @@ class ApiServer:
     not stream lists, as far as is known (``watching``), on the monotonic clock.
     """
 
-    def __init__(self, asked: AccessSettings, name: str = "the API server") -> None:
+    def __init__(self, asked: AccessSettings) -> None:
         self.requests = 0
         self.received = 0
         self.versions: dict[str, ResourceVersions] = {}
         self.no_streams_until = 0.0
-        self._name = name
         self._quiet_until = 0.0  # what Retry-After asked for, on the monotonic clock
         self._reader = access.Reader(asked)
         self._session: aiohttp.ClientSession | None = None
@@ -203,7 +202,7 @@ class ApiServer:
         except ValueError:  # a date: the server's clock is not ours
             pause = 0.0
         status = response.status
-        cause = f"{self._name} answers {status}{_why(sent)}"
+        cause = f"the API server answers {status}{_why(sent)}"
         pause = max(0.0, min(pause, LONGEST_RETRY_AFTER))
         if status in (429, 503):
             self._quiet_until = max(self._quiet_until, time.monotonic() + pause)
@@ -212,7 +211,7 @@ class ApiServer:
     def _keep_quiet(self, about: str) -> None:
         left = self._quiet_until - time.monotonic()
         if left > 0:
-            raise KubeError(about, f"{self._name} asked to be left alone", 429, left)
+            raise KubeError(about, "the API server asked to be left alone", 429, left)
 
     def versions_of(self, path: str) -> "ResourceVersions":
         """Of the etcd that has what is at ``path``."""

@@ -319,6 +319,14 @@ def _unix(path: Path, gid: int | None) -> Iterator[socket.socket]:
 # --- TCP
 
 
+def address_refused(setting: str, listen: str, error: OSError) -> kit.errors.HostError:
+    return kit.errors.HostError(
+        f"{setting} {listen}",
+        f"cannot listen there ({error.strerror})",
+        "choose another address, or end what uses it",
+    )
+
+
 async def _bind_tcp(setting: str, listen: str) -> socket.socket:
     host, port = address(listen)
     try:
@@ -327,11 +335,7 @@ async def _bind_tcp(setting: str, listen: str) -> socket.socket:
         )
         listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise kit.errors.HostError(
-            f"{setting} {listen}",
-            f"cannot listen there ({error.strerror})",
-            "choose another address, or end what uses it",
-        ) from error
+        raise address_refused(setting, listen, error) from error
     listening.setblocking(False)
     return listening
 

@@ -194,11 +194,7 @@ def listen(setting: str, given: str, own_socket: str) -> str:
     except OSError as error:
         if error.errno == errno.EADDRINUSE and listeners.living(Path(own_socket)):
             return f"{given} is in use, and an agent runs"
-        raise kit.errors.HostError(
-            f"{setting} {given}",
-            f"cannot listen there ({error.strerror})",
-            "choose another address, or end what uses it",
-        ) from None
+        raise listeners.address_refused(setting, given, error) from None
     return f"{given} is free"
 
 
