@@ -15,7 +15,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -183,25 +183,52 @@ def _ends(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
-def _guard(door: Door, roles: dict[Any, Role]) -> Any:
-    """Refuses who may not; limits and records changing calls."""
-    rate, pace = access.Rate(), access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
+class _Guard:
+    """Refuses who may not; limits and records changing calls. ``roles``: by handler."""
 
-    def role(request: web.Request) -> Role:
+    def __init__(self, door: Door, roles: Mapping[Any, Role]) -> None:
+        self._door, self._roles = door, roles
+        self._changes = access.Rate()
+        self._pace = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        begun = time.monotonic()
+        needed, caller = self._role(request), await self._door.caller(request)
+        request[_CALLER] = caller
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            self._check(request, caller, needed)
+            return await handler(request)
+
+        if caller.role is None:
+            await self._wait("strangers")
+        status = NO_ANSWER  # the agent stops, or the client has left
+        try:
+            response = await _errors_as_json(request, call)
+            status = response.status
+            if status == web.HTTPTooManyRequests.status_code:
+                await self._wait(caller.key)
+            return response
+        finally:
+            self._note(request, caller, needed, status, begun)
+
+    def _role(self, request: web.Request) -> Role:
         # A path that does not exist is judged by its method.
         read = request.method in ("GET", "HEAD")
-        return roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
+        return self._roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
 
-    async def wait(kind: str) -> None:
-        """Those of another kind do not wait for them."""
-        if not pace.admits(kind):
+    async def _wait(self, kind: str) -> None:
+        """Callers of one kind do not wait for those of another."""
+        if not self._pace.admits(kind):
             await asyncio.sleep(WAIT_SECONDS)
 
-    def check(request: web.Request, caller: access.Caller, needed: Role) -> None:
-        _refuse_other_hosts(request, door.hosts)
+    def _check(self, request: web.Request, caller: access.Caller, needed: Role) -> None:
+        hosts = self._door.hosts
+        _refuse_other_hosts(request, hosts)
         # A page opened in a browser on this node could send requests here; it cannot avoid
         # sending its origin with them.
-        if (needed is not Role.READ or door.hosts is not None) and (
+        if (needed is not Role.READ or hosts is not None) and (
             "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
         ):
             raise web.HTTPForbidden(reason="requests from web pages are refused")
@@ -212,7 +239,7 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         # Before the role: calls that a caller may not make cost as much as others.
-        if needed is not Role.READ and not rate.admits(caller.key):
+        if needed is not Role.READ and not self._changes.admits(caller.key):
             raise web.HTTPTooManyRequests(
                 reason="too many changing calls", headers={"Retry-After": "1"}
             )
@@ -221,45 +248,28 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
                 reason=f"role {needed} is needed, {caller.name} is {caller.role}"
             )
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        begun = time.monotonic()
-        needed, caller = role(request), await door.caller(request)
-        request[_CALLER] = caller
-
-        async def call(request: web.Request) -> web.StreamResponse:
-            check(request, caller, needed)
-            return await handler(request)
-
-        def note(status: int) -> None:
-            if needed is Role.READ and caller.role is not None:
-                return
-            door.calls.note(
-                caller,
-                # A handler that refuses has changed nothing; one that failed may have. A stranger
-                # comes to none, also while the cluster cannot be asked about him (503).
-                changed=caller.role is not None and not 400 <= status < 500,
-                method=_plain(request.method),
-                path=_plain(request.path),
-                role=str(needed),
-                result=status,
-                milliseconds=round((time.monotonic() - begun) * 1000),
-                **({"sent": request[_SENT]} if _SENT in request else {}),
-            )
-
-        if caller.role is None:
-            await wait("strangers")
-        try:
-            response = await _errors_as_json(request, call)
-        except (asyncio.CancelledError, ConnectionError):
-            note(NO_ANSWER)  # the agent stops, or the client has left
-            raise
-        if response.status == web.HTTPTooManyRequests.status_code:
-            await wait(caller.key)
-        note(response.status)
-        return response
-
-    return guard
+    def _note(
+        self,
+        request: web.Request,
+        caller: access.Caller,
+        needed: Role,
+        status: int,
+        begun: float,
+    ) -> None:
+        if needed is Role.READ and caller.role is not None:
+            return
+        self._door.calls.note(
+            caller,
+            # A handler that refuses has changed nothing; one that failed may have. A stranger comes
+            # to none, also while the cluster cannot be asked about him (503).
+            changed=caller.role is not None and not 400 <= status < 500,
+            method=_plain(request.method),
+            path=_plain(request.path),
+            role=str(needed),
+            result=status,
+            milliseconds=round((time.monotonic() - begun) * 1000),
+            **({"sent": request[_SENT]} if _SENT in request else {}),
+        )
 
 
 # --- routes of the rooms
@@ -430,14 +440,15 @@ def application(state: State, door: Door, held: overview.Held | None = None) -> 
     """
     roles: dict[Any, Role] = {}
     app = web.Application(
-        middlewares=[_send_in_time, _guard(door, roles)], client_max_size=LONGEST_BODY
+        middlewares=[_send_in_time, _Guard(door, roles).middleware], client_max_size=LONGEST_BODY
     )
 
     async def send(request: web.Request, stream: Stream) -> web.StreamResponse:
         return await _send(request, stream, door)
 
     # A live page is for browsers, which the API refuses.
-    app.add_routes([r for r in own.routes(state, door.streams, send, held) if r.path != "/live"])
+    own_routes = own.Own(state, door.streams, send, held).routes()
+    app.add_routes([route for route in own_routes if route.path != "/live"])
     for running in state.running:
         for route in running.room.routes():
             handler = _handler(route, running, door)
@@ -465,6 +476,6 @@ def metrics_application(
     app = web.Application(
         middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
-    found = own.routes(state, access.Streams(), _write_lines, held)
+    found = own.Own(state, access.Streams(), _write_lines, held).routes()
     app.add_routes([route for route in found if route.path in served])
     return app
