@@ -90,17 +90,15 @@ class Writer:
         follower = self._follower
         if not follower.synced:
             return
-        candidates = follower.candidates  # looks through all objects
-        left_out = storage.left_out(follower.verdicts, follower.leaving, candidates)
-        state.findings.report(ORIGIN, left_out)
-        now = storage.status(
-            state,
+        known = storage.Objects(
             follower.verdicts,
             follower.leaving,
-            follower.observed,
+            follower.candidates,
             follower.requests.of,
-            candidates,
+            follower.observed,
         )
+        state.findings.report(ORIGIN, storage.left_out(known.wanted))
+        now = storage.status(state, known)
         epoch = follower.epoch
         if now == self._written and epoch == self._epoch and time.monotonic() < self._beat:
             return
