@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from nodeagent.state import Journal, Running
+from nodeagent.state import Journal, RunningRoom
 
 LOOK_SECONDS = 1.0  # how often the rooms are compared with what they said before
 # The looks may take this share of the event loop's time. Where one look takes long, as on a node
@@ -18,7 +18,7 @@ MOST_TIME = 0.005
 Seen = Mapping[tuple[str, str], Mapping[str, str]]
 
 
-def seen(running: Sequence[Running], before: Seen) -> Seen:
+def seen(running: Sequence[RunningRoom], before: Seen) -> Seen:
     """What the rooms report now. Of a room that cannot be read: what it said ``before``."""
     found: dict[tuple[str, str], Mapping[str, str]] = {}
     for each in running:
@@ -58,7 +58,7 @@ def pause(took: float) -> float:
     return max(LOOK_SECONDS, took / MOST_TIME)
 
 
-async def watch(running: Sequence[Running], journal: Journal) -> None:
+async def watch(running: Sequence[RunningRoom], journal: Journal) -> None:
     """Notes what changes in the rooms. Never ends."""
     last: Seen | None = None
     while True:

@@ -146,7 +146,7 @@ class Findings:
 
 
 @dataclass
-class Running:
+class RunningRoom:
     """A room that the settings have, with its component. ``trouble``: why it does not work."""
 
     room: kit.room.Room
@@ -177,7 +177,7 @@ class State:
 
     settings: Settings
     findings: Findings = field(default_factory=Findings)
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningRoom] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
     degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
     begun: float = field(default_factory=time.time)  # Unix time
@@ -201,5 +201,5 @@ def build(settings: Settings) -> State:
     state = State(settings)
     for room in rooms.ROOMS:
         if getattr(settings, room.name) is not None:
-            state.running.append(Running(room, state.build(room)))
+            state.running.append(RunningRoom(room, state.build(room)))
     return state

@@ -402,7 +402,7 @@ async def serving(state: State) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
-        held = overview.Held(state)
+        held = overview.HeldOverview(state)
         app = server.application(state, door, held)
         listeners = [_Listener("socket", app, listening)]
         if admin.metrics is not None:

@@ -90,10 +90,14 @@ class Own:
     """``send`` answers with a stream of JSON lines. ``held``: what other listeners show, too."""
 
     def __init__(
-        self, state: State, streams: access.Streams, send: Send, held: overview.Held | None = None
+        self,
+        state: State,
+        streams: access.Streams,
+        send: Send,
+        held: overview.HeldOverview | None = None,
     ) -> None:
         self._state, self._streams, self._send = state, streams, send
-        self._held = held or overview.Held(state)
+        self._held = held or overview.HeldOverview(state)
         self._figures = figures.HeldFigures(figures.registry(state))
         self._rendered: tuple[overview.Overview | None, str] = None, ""  # the page, and of what
 
@@ -194,7 +198,7 @@ def _html(text: str) -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=_HEADERS)
 
 
-async def _messages(held: overview.Held) -> AsyncIterator[bytes]:
+async def _messages(held: overview.HeldOverview) -> AsyncIterator[bytes]:
     last, idle = "", 0.0
     while True:
         content = page.content(held.now())

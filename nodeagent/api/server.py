@@ -27,7 +27,7 @@ import kit.redact
 from kit.room import Answer, Json, Request, Role, Route, Stream
 from nodeagent.api import access, own
 from nodeagent.shown import overview
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 
 log = structlog.get_logger("agent")
 
@@ -369,7 +369,7 @@ def _note_late_end(task: asyncio.Future[Any], what: str) -> None:
     log.info("api call ended late", call=what, error=str(error or ""), cancelled=task.cancelled())
 
 
-def _handler(route: Route, running: Running, door: Door) -> Handler:
+def _handler(route: Route, running: RunningRoom, door: Door) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         if running.trouble is not None and not running.started:
             raise kit.errors.DegradedError(
@@ -433,7 +433,9 @@ async def _write_lines(
     return response
 
 
-def application(state: State, door: Door, held: overview.Held | None = None) -> web.Application:
+def application(
+    state: State, door: Door, held: overview.HeldOverview | None = None
+) -> web.Application:
     """The whole admin API: the process's routes and those of each running room.
 
     ``held``: what other listeners show too, so that it is made once for all of them.
@@ -461,7 +463,10 @@ def application(state: State, door: Door, held: overview.Held | None = None) -> 
 
 
 def metrics_application(
-    state: State, hosts: access.Hosts | None, with_page: bool, held: overview.Held | None = None
+    state: State,
+    hosts: access.Hosts | None,
+    with_page: bool,
+    held: overview.HeldOverview | None = None,
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
 

@@ -46,7 +46,7 @@ class Objects:
     verdicts: Sequence[intent.Verdict] = ()
     leaving: Mapping[intent.Key, str] = field(default_factory=dict)
     candidates: Mapping[intent.Key, intent.Wish] = field(default_factory=dict)
-    asked_of: Callable[[intent.Key], Mapping[str, requests.Asked]] = lambda _: {}
+    asked_of: Callable[[intent.Key], Mapping[str, requests.ObjectRequest]] = lambda _: {}
     observed: str = ""
 
     @property

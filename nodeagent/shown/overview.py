@@ -19,7 +19,7 @@ import kit.findings
 import kit.redact
 import kit.room
 from kit.findings import Finding, Severity
-from nodeagent.state import Event, Running, State
+from nodeagent.state import Event, RunningRoom, State
 
 HELD_SECONDS = 1.0
 MOST_SHOWN = 200  # of findings, and of what one room reports
@@ -105,13 +105,13 @@ def trouble_of(state: State) -> list[str]:
     return found + [f"{part}: {why}" for part, said in state.degraded.items() for why in said]
 
 
-def _part(each: Running, brief: str) -> Part:
+def _part(each: RunningRoom, brief: str) -> Part:
     health = each.health()
     starting = each.starting and each.trouble is None
     return Part(each.room.name, health.ready, starting, tuple(health.reasons), brief)
 
 
-def _report(each: Running) -> tuple[str, Any, str]:
+def _report(each: RunningRoom) -> tuple[str, Any, str]:
     """Field, content as JSON and its brief; empty of a room that reports nothing now."""
     report = each.room.report
     if report is None:
@@ -126,7 +126,7 @@ def _report(each: Running) -> tuple[str, Any, str]:
     return report.field, content if report.many else content[0], brief
 
 
-def sections(running: Sequence[Running]) -> list[kit.room.PageSection]:
+def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
     """What the rooms show. A room that cannot be shown says so; the others are shown."""
     found: list[kit.room.PageSection] = []
     for each in running:
@@ -192,7 +192,7 @@ def of(state: State, now: float) -> Overview:
     )
 
 
-class Held:
+class HeldOverview:
     """The overview of ``HELD_SECONDS`` ago at most: a crowd of callers costs as much as one."""
 
     def __init__(self, state: State) -> None:

@@ -15,7 +15,7 @@ import kit.room
 from kube import client
 from nodeagent.cluster import follow, kinds, labels
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import Findings, Running, State
+from nodeagent.state import Findings, RunningRoom, State
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.kube.test_storage import ask
@@ -77,7 +77,7 @@ class Made:
         )
         presence = kit.room.Presence("dataset", lambda _: self.whole, lambda *_: None)
         room = SimpleNamespace(presence=presence, name="cache")
-        self.running = Running(cast(Any, room), cast(Any, None), started=True)
+        self.running = RunningRoom(cast(Any, room), cast(Any, None), started=True)
         self.state = State(Settings(), Findings(), [self.running])
         self.labeller = labels.Labeller(
             cast(follow.Follower, follower), cast(client.ApiServer, self.server), self.state

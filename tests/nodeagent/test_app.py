@@ -20,7 +20,7 @@ import kit.room
 import kit.settings
 from nodeagent import app, configfile, logs, rooms, supervisor, watchdog
 from nodeagent.settings import Settings
-from nodeagent.state import Running
+from nodeagent.state import RunningRoom
 from tests.testbed import waiting
 
 
@@ -180,7 +180,7 @@ def running(agent: app.Agent, *components: Fake) -> app.Agent:
         return kit.room.Room(component.name, "", kit.settings.Section, lambda *_: component)
 
     state = agent.state
-    state.running = [Running(room(component), component) for component in components]
+    state.running = [RunningRoom(room(component), component) for component in components]
     sections = {component.name: None for component in components}
     state.settings = state.settings.model_copy(update=sections)
     return agent

@@ -10,7 +10,7 @@ import kit.room
 import kit.settings
 from kit.findings import Finding, Severity
 from nodeagent import events, state
-from nodeagent.state import Running
+from nodeagent.state import RunningRoom
 
 
 class Thing(kit.settings.Shown):
@@ -19,7 +19,7 @@ class Thing(kit.settings.Shown):
     other: str = ""
 
 
-def running(things: list[Thing], **more: Any) -> Running:
+def running(things: list[Thing], **more: Any) -> RunningRoom:
     def read(_: Any) -> list[Thing]:
         return things
 
@@ -28,7 +28,7 @@ def running(things: list[Thing], **more: Any) -> Running:
     )
     component: Any = SimpleNamespace()
     room = kit.room.Room("x", "", kit.settings.Section, lambda *_: component, report=report)
-    return Running(room, component)
+    return RunningRoom(room, component)
 
 
 def told(journal: state.Journal) -> list[tuple[str, str, str]]:
@@ -89,7 +89,9 @@ def test_a_room_that_cannot_be_read_changes_nothing() -> None:
     with pytest.raises(AttributeError):
         _ = broken[0].state
     room = running(broken).room
-    assert list(events.changes(before, events.seen([Running(room, sick.component)], before))) == []
+    assert (
+        list(events.changes(before, events.seen([RunningRoom(room, sick.component)], before))) == []
+    )
 
 
 async def test_stream_gives_what_is_known_then_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ async def test_api_shows_the_whole_node(
 
 
 def test_a_crowd_costs_one_look(agent: app.Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = overview.Held(agent.state)
+    held = overview.HeldOverview(agent.state)
     looks: list[float] = []
     made = overview.of
 

@@ -16,7 +16,7 @@ import kit.settings
 from nodeagent import app
 from nodeagent.api import access, own, server
 from nodeagent.shown import overview, page
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
 
 EVIL = "<script>&'\""
@@ -56,7 +56,9 @@ def shown(
     room = kit.room.Room(
         component.name, "", kit.settings.Section, lambda *_: component, page=lambda _: sections
     )
-    state = State(agent.state.settings, running=[Running(room, component, started=True)], **more)
+    state = State(
+        agent.state.settings, running=[RunningRoom(room, component, started=True)], **more
+    )
     state.findings.report("x", [finding(number) for number in range(found)])
     return overview.of(state, 1e9)
 
