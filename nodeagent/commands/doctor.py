@@ -66,9 +66,12 @@ def root() -> str:
     return "root with CAP_SYS_ADMIN"
 
 
+def _can_be_written(folder: str) -> bool:
+    return not os.statvfs(folder).f_flag & os.ST_RDONLY and os.access(folder, os.W_OK)
+
+
 def state(path: str) -> str:
-    there = kit.files.existing(path)
-    if os.statvfs(there).f_flag & os.ST_RDONLY or not os.access(there, os.W_OK):
+    if not _can_be_written(kit.files.existing(path)):
         raise kit.errors.HostError(f"state_dir {path}", "cannot be written", "make it writable")
     return f"{path} can be written"
 
@@ -175,8 +178,7 @@ def socket(path: str, group: str | None) -> str:
         return f"an agent listens on {path}"
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
-    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-    if read_only or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if not os.path.isdir(folder) or not _can_be_written(folder):
         raise kit.errors.HostError(what, f"{folder} cannot be written", "name another path")
     return f"{path} can be made, for {f'root and the group {group}' if group else 'root alone'}"
 
