@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import ceph.doctor
 import kit.errors
 import kit.files
 from cache.csi import volumes
@@ -14,7 +13,8 @@ from cache.settings import CacheSettings, CephfsSource, DirSource, RbdSource
 from cache.sources import base, roots
 from cache.store import disk, tree
 from cache.views import view
-from kit.checks import Check
+from ceph import monitors, secrets
+from kit.room import Check
 from linux import devmapper, krbd, mountinfo, mounts
 
 
@@ -44,8 +44,8 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             found.append(Check(f"source {name}", directory, where, cost))
             continue
         key = (str(source.secret_file), source.user)
-        found.append(Check(f"key {name}", ceph.doctor.key, key, cost))
-        found.append(Check(f"ceph {name}", ceph.doctor.reach, (list(source.monitors),), cost))
+        found.append(Check(f"key {name}", secrets.has_key, key, cost))
+        found.append(Check(f"ceph {name}", monitors.reach, (list(source.monitors),), cost))
     clients = {source.client for source in sources.values() if isinstance(source, CephfsSource)}
     client = "auto" if len(clients) != 1 else clients.pop()
     cost = "no dataset of kind cephfs is served"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.units
-from kit.checks import Check
+from kit.room import Check
 from kube import kubelet
 from kube.settings import KubeletSettings
 from preheat import settings

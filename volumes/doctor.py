@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ceph.doctor
 import kit.errors
+from ceph import monitors, secrets
 from ceph.settings import ClusterSettings
-from kit.checks import Check
+from kit.room import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
 from volumes.guard import kernel, override
@@ -53,11 +53,9 @@ def _of_cluster(cluster: ClusterSettings) -> list[Check]:
     found = []
     if cluster.secret_file is not None:
         key = (str(cluster.secret_file), cluster.user)
-        found.append(Check(f"key {cluster.name}", ceph.doctor.key, key, cost))
+        found.append(Check(f"key {cluster.name}", secrets.has_key, key, cost))
     if cluster.monitors:
-        found.append(
-            Check(f"ceph {cluster.name}", ceph.doctor.reach, (list(cluster.monitors),), cost)
-        )
+        found.append(Check(f"ceph {cluster.name}", monitors.reach, (list(cluster.monitors),), cost))
     else:
         found.append(Check(f"ceph {cluster.name}", configuration, (str(cluster.conf),), cost))
     return found

@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 _SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's

@@ -15,7 +15,7 @@ import kit.files
 from cache.fill import control, copy, protocol
 from cache.store import extents, large, tree
 from cache.store.tree import Entry
-from ceph import layout, native, objects
+from ceph import native, objects
 
 JOB_SECONDS = 2.0  # the rest of a job waits for another turn
 
@@ -183,7 +183,7 @@ class _Reading:
     """The objects' parts of one job, and what came of them."""
 
     def __init__(
-        self, job: protocol.Extents, part: extents.Extents, found: layout.Layout,
+        self, job: protocol.Extents, part: extents.Extents, found: objects.Layout,
         put: Callable[[int, bytes | memoryview], None],
     ) -> None:  # fmt: skip
         self._part = part
@@ -196,7 +196,7 @@ class _Reading:
         for extent in job.extents:
             offset, length = part.span(extent)
             self._missing[extent] = length
-            for piece in layout.pieces(found, offset, length):
+            for piece in objects.pieces(found, offset, length):
                 each = objects.Part(job.entry.ino, piece.number, piece.offset, piece.size, extent)
                 self._at[each] = piece.at - offset
                 self.parts.append(each)

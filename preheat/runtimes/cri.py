@@ -29,7 +29,7 @@ import grpc.aio
 from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
-import kit.sockets
+import kit.files
 from preheat.image import manifest
 from preheat.runtimes import base, cri_pb2
 
@@ -158,7 +158,7 @@ class Connection:
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(
-                kit.sockets.grpc_address(self._socket),
+                kit.files.grpc_address(self._socket),
                 options=[
                     ("grpc.max_receive_message_length", LARGEST_ANSWER),
                     ("grpc.max_send_message_length", LARGEST_REQUEST + 65536),

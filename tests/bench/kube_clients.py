@@ -26,9 +26,9 @@ import structlog
 import cache.room
 from cache import room
 from kube import client, watching
-from nodeagent.cluster import labels, service, telling, writing
+from nodeagent.cluster import labels, service, trouble, writing
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 from tests.kube import scaled
 
 KINDS = ("leases", "nodes", "events", "nodestorages", "cacheddatasets", "imagesets", "secrets")
@@ -46,8 +46,8 @@ def hurry(pace: float, nodes: float) -> None:
     writing.BEAT_SECONDS /= pace
     writing.LOOK_EACH *= nodes / pace
     writing.ROLL_EACH *= nodes / pace
-    telling.LOOK_SECONDS /= pace
-    telling.BEAT_SECONDS /= pace
+    trouble.LOOK_SECONDS /= pace
+    trouble.BEAT_SECONDS /= pace
     labels.LOOK_SECONDS /= pace
 
 
@@ -138,7 +138,7 @@ class Client:
         )  # fmt: skip
         self._filling = Filling(fill_seconds)
         component: Any = self._filling
-        self._state = State(self._base, running=[Running(_room(), component, started=True)])
+        self._state = State(self._base, running=[RunningRoom(_room(), component, started=True)])
         self._cluster = service.Cluster(
             ClusterSettings.model_validate(asked["kubernetes"]), self._base
         )

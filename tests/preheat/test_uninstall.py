@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kit.errors
-from nodeagent import uninstall as whole
+from nodeagent.commands import uninstall as whole
 from nodeagent.settings import Settings
 from preheat import uninstall
 from preheat.runtimes import base

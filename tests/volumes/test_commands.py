@@ -10,8 +10,8 @@ import pytest
 
 import kit.errors
 from kit.room import Request
-from nodeagent import api_client
 from nodeagent.api import server
+from nodeagent.commands import client
 from volumes import api, commands, settings
 from volumes.guard import without_agent
 
@@ -32,9 +32,7 @@ class Context:
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         answer = json.dumps(server._error_body(DOES_NOT_RUN))
-        return api_client.Client("unix:///agent")._decode(
-            answer, server._STATUS[type(DOES_NOT_RUN)]
-        )
+        return client.Client("unix:///agent")._decode(answer, server._STATUS[type(DOES_NOT_RUN)])
 
     def offline(self, room: str) -> tuple[settings.VolumesSettings, Path]:
         return settings.VolumesSettings(), self.folder

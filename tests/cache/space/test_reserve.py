@@ -25,7 +25,8 @@ GIB = 2**30
 
 
 def thresholds(hard: dict[str, str], soft: dict[str, str] | None = None) -> kubelet.Thresholds:
-    return kubelet.of({"evictionHard": hard, "evictionSoft": soft or {}}, "a test")
+    given = {"evictionHard": hard, "evictionSoft": soft or {}}
+    return kubelet.of(kubelet.defaulted(given), "a test")
 
 
 @pytest.mark.parametrize(

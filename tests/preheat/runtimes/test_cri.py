@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-import kit.sockets
+import kit.files
 from preheat.runtimes import base, cri, cri_pb2
 from tests.testbed import waiting
 
@@ -45,7 +45,7 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
         handler: Any = grpc.unary_unary_rpc_method_handler(answered)
         generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
         server.add_generic_rpc_handlers((generic,))
-    server.add_insecure_port(kit.sockets.grpc_address(socket))
+    server.add_insecure_port(kit.files.grpc_address(socket))
     await server.start()
     try:
         yield

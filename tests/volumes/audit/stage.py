@@ -14,7 +14,7 @@ from typing import Any
 
 import kit.findings
 from kube.settings import KubeletSettings
-from nodeagent import reporter as reporting
+from nodeagent import state as reporting
 from tests.testbed import blockdev, constants, waiting
 from tests.volumes.audit import world
 from volumes.audit import service, status

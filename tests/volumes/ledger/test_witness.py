@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 import kit.errors
+from kube.objects import attachment_name
 from kube.settings import AccessSettings, ThisNode
-from kube.volumes import attachment_name
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.nodeagent.test_listeners import certify

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linux import blockdev, mount_namespaces, mountinfo, procfs, statx
+from linux import blockdev, mount_namespaces, mountinfo, procfs, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.node import raw_block
 
@@ -419,7 +419,7 @@ def users(
     if not wanted:
         return []
     servers = servers or {}
-    place = statx.Statx(statx.TYPE)
+    place = syscalls.Statx(syscalls.TYPE)
     found: list[User] = []
     for space, pids in processes.by_space.items():
         for pid in pids:

@@ -7,22 +7,28 @@ its policy by their digests: a browser runs nothing else and asks nobody else.
 
 import base64
 import datetime
+import functools
 import hashlib
 import importlib.resources
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
+import yaml
+
 import kit.room
-from nodeagent import overview, runbooks
+from nodeagent.shown import overview
+from nodeagent.state import Event
 
 REFRESH_SECONDS = 10  # without script
 MOST_FINDINGS = 100
 MOST_EVENTS = 20
+LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
 LONGEST_REASON = 160  # of a component; its finding has all of it
 
-_FILES = importlib.resources.files("nodeagent")
+_FILES = importlib.resources.files("nodeagent.shown")
 _STYLE = (_FILES / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the rest
@@ -49,7 +55,7 @@ POLICY = (
 def render(now: overview.Overview) -> str:
     """The whole page."""
     facts = (
-        f"<span>version {escape(now.version)}</span><span>up {ago(now.at - now.begun)}</span>"
+        f"<span>version {escape(now.version)}</span><span>up {ago(now.uptime_seconds)}</span>"
         f"<span id=live>As of {_clock(now.at)} UTC</span>"
     )
     return _document(
@@ -71,18 +77,6 @@ def content(now: overview.Overview) -> str:
     return "".join([_verdict(now), *blocks, _events(now)])
 
 
-def runbook(entries: Sequence[runbooks.Entry]) -> str:
-    """What each finding and alert means, how to look, what to do."""
-    parts = ["<section class=wide><h1>Runbook</h1><dl>"]
-    for each in entries:
-        parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
-        for word, text in (("", each.means), ("Look: ", each.look), ("Do: ", each.do)):
-            parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
-    parts.append("</dl></section>")
-    back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
-    return _document("nodeagent runbook", back, f"<main id=content>{''.join(parts)}</main>")
-
-
 def _document(title: str, header: str, main: str, head: str = "", end: str = "") -> str:
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -100,7 +94,7 @@ def _title(now: overview.Overview) -> str:
 
 def _verdict(now: overview.Overview) -> str:
     parts = []
-    for part in now.parts:
+    for part in now.components:
         tone = "good" if part.ready else "mid" if part.starting else "bad"
         word = "ready" if part.ready else "starting" if part.starting else "not ready"
         told = "; ".join(part.reasons)
@@ -210,7 +204,7 @@ def _findings(now: overview.Overview) -> str:
     lines = []
     for each in now.findings[:MOST_FINDINGS]:
         link = ""
-        if runbooks.find(each.rule) is not None:
+        if runbook_entry(each.rule) is not None:
             link = f" <a href='/runbook#{escape(each.rule)}'>runbook: {escape(each.rule)}</a>"
         lines.append(
             f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
@@ -242,14 +236,13 @@ def _events(now: overview.Overview) -> str:
     )
 
 
-def _event(each: dict[str, object]) -> str:
-    when = datetime.datetime.fromtimestamp(float(str(each["at"])), datetime.UTC)
-    kind, severity = escape(str(each["kind"])), escape(str(each["severity"]))
-    text = _DIGEST.sub(r"\1…", str(each["text"]))
+def _event(each: Event) -> str:
+    when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
+    text = _DIGEST.sub(r"\1…", each.text)
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
-        f"</time><span class='badge {kind} {severity}'>{kind}</span>"
-        f"<p class=plain><b>{escape(str(each['subject']))}</b> {escape(text)}</p></li>"
+        f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"
+        f"<p class=plain><b>{escape(each.subject)}</b> {escape(text)}</p></li>"
     )
 
 
@@ -263,3 +256,61 @@ def ago(seconds: float) -> str:
 
 def _clock(at: float) -> str:
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%H:%M:%S}"
+
+
+# --- the runbook; scripts/runbook_doc.py makes docs/runbook.md of it, too
+
+
+@dataclass(frozen=True)
+class RunbookEntry:
+    """What a finding or an alert means, how to look, what to do (runbook.yaml).
+
+    ``look`` and ``do`` of an alert are those of the finding behind it (``see``).
+
+    ``severity``: of a finding; empty where rules or alerts have it as data.
+    """
+
+    name: str
+    means: str
+    look: str = ""
+    do: str = ""
+    see: str = ""
+    severity: str = ""
+
+    @property
+    def is_alert(self) -> bool:
+        return self.name[:1].isupper()
+
+
+@functools.lru_cache(maxsize=1)
+def runbook_entries() -> Sequence[RunbookEntry]:
+    """All of them, in the order of the file; read when it is first asked for."""
+    file = _FILES / "runbook.yaml"
+    found = [RunbookEntry(**each) for each in yaml.safe_load(file.read_text(encoding="utf-8"))]
+    by_name = {each.name: each for each in found}
+    return tuple(
+        replace(e, look=by_name[e.see].look, do=by_name[e.see].do) if e.see else e for e in found
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _by_name() -> dict[str, RunbookEntry]:
+    return {each.name: each for each in runbook_entries()}
+
+
+def runbook_entry(rule: str) -> RunbookEntry | None:
+    """The entry of a finding's rule or of an alert."""
+    return _by_name().get(LOG_LINES if rule.startswith("log-") else rule)
+
+
+@functools.lru_cache(maxsize=1)
+def runbook() -> str:
+    """A page of its own, so that it can be read on a node that reaches nothing else."""
+    parts = ["<section class=wide><h1>Runbook</h1><dl>"]
+    for each in runbook_entries():
+        parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
+        for word, text in (("", each.means), ("Look: ", each.look), ("Do: ", each.do)):
+            parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
+    parts.append("</dl></section>")
+    back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
+    return _document("nodeagent runbook", back, f"<main id=content>{''.join(parts)}</main>")

@@ -5,7 +5,6 @@ cannot disagree. ``judge`` and ``headline`` are pure. What a room shows is asked
 ``HELD_SECONDS``, however many ask.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import time
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 import kit.findings
 import kit.redact
 import kit.room
 from kit.findings import Finding, Severity
-from nodeagent.state import Running, State
+from nodeagent.state import Event, RunningRoom, State
 
 HELD_SECONDS = 1.0
 MOST_SHOWN = 200  # of findings, and of what one room reports
@@ -104,13 +105,13 @@ def trouble_of(state: State) -> list[str]:
     return found + [f"{part}: {why}" for part, said in state.degraded.items() for why in said]
 
 
-def _part(each: Running, brief: str) -> Part:
+def _part(each: RunningRoom, brief: str) -> Part:
     health = each.health()
     starting = each.starting and each.trouble is None
     return Part(each.room.name, health.ready, starting, tuple(health.reasons), brief)
 
 
-def _report(each: Running) -> tuple[str, Any, str]:
+def _report(each: RunningRoom) -> tuple[str, Any, str]:
     """Field, content as JSON and its brief; empty of a room that reports nothing now."""
     report = each.room.report
     if report is None:
@@ -125,7 +126,7 @@ def _report(each: Running) -> tuple[str, Any, str]:
     return report.field, content if report.many else content[0], brief
 
 
-def sections(running: Sequence[Running]) -> list[kit.room.PageSection]:
+def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
     """What the rooms show. A room that cannot be shown says so; the others are shown."""
     found: list[kit.room.PageSection] = []
     for each in running:
@@ -139,58 +140,27 @@ def sections(running: Sequence[Running]) -> list[kit.room.PageSection]:
     return found
 
 
-def finding_json(finding: Finding) -> dict[str, Any]:
-    return {
-        **vars(finding),
-        "severity": str(finding.severity),
-        "evidence": dict(finding.evidence),
-    }
-
-
-def _section_json(section: kit.room.PageSection) -> dict[str, Any]:
-    """As ``dataclasses.asdict`` has it, which takes longer than all else of an overview."""
-    rows = [[_cell_json(cell) for cell in row] for row in section.rows]
-    return {**vars(section), "rows": rows}
-
-
-def _cell_json(cell: kit.room.Cell) -> dict[str, Any]:
-    return {**vars(cell), "below": [_cell_json(each) for each in cell.below]}
-
-
 @dataclass(frozen=True)
 class Overview:
-    """What is shown of a node at one moment."""
+    """What is shown of a node at one moment: page, command line and API have the same."""
 
-    at: float
-    node: str
-    version: str
-    begun: float
     verdict: Verdict
     headline: str
-    parts: Sequence[Part]
+    node: str
+    version: str
+    at: float  # Unix time
+    uptime_seconds: int
+    components: Sequence[Part]
     trouble: Sequence[str]
-    findings: Sequence[Finding]  # the most severe first; at most MOST_SHOWN
     findings_total: int
-    events: Sequence[dict[str, Any]]  # the newest first; at most MOST_EVENTS
+    findings: Sequence[Finding]  # the most severe first; at most MOST_SHOWN
+    events: Sequence[Event]  # the newest first; at most MOST_EVENTS
     reports: dict[str, Any]
     sections: Sequence[kit.room.PageSection]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "verdict": str(self.verdict),
-            "headline": self.headline,
-            "node": self.node,
-            "version": self.version,
-            "at": self.at,
-            "uptime_seconds": round(max(0.0, self.at - self.begun)),
-            "components": [dataclasses.asdict(part) for part in self.parts],
-            "trouble": list(self.trouble),
-            "findings_total": self.findings_total,
-            "findings": [finding_json(each) for each in self.findings],
-            "events": list(self.events),
-            "reports": self.reports,
-            "sections": [_section_json(each) for each in self.sections],
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
 
 def of(state: State, now: float) -> Overview:
@@ -206,23 +176,23 @@ def of(state: State, now: float) -> Overview:
         parts.append(_part(each, brief))
     verdict = judge(parts, findings, trouble)
     return Overview(
-        at=now,
-        node=state.settings.this_node.name,
-        version=importlib.metadata.version("nodeagent"),
-        begun=state.begun,
         verdict=verdict,
         headline=headline(verdict, parts, findings, trouble),
-        parts=parts,
+        node=state.settings.this_node.name,
+        version=importlib.metadata.version("nodeagent"),
+        at=now,
+        uptime_seconds=round(max(0.0, now - state.begun)),
+        components=parts,
         trouble=trouble,
-        findings=findings[:MOST_SHOWN],
         findings_total=len(findings),
-        events=[e.as_json() for e in state.findings.journal.after()[::-1][:MOST_EVENTS]],
+        findings=findings[:MOST_SHOWN],
+        events=state.findings.journal.after()[::-1][:MOST_EVENTS],
         reports=reports,
         sections=sections(state.running),
     )
 
 
-class Held:
+class HeldOverview:
     """The overview of ``HELD_SECONDS`` ago at most: a crowd of callers costs as much as one."""
 
     def __init__(self, state: State) -> None:

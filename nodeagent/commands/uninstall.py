@@ -17,7 +17,8 @@ import kit.child
 import kit.errors
 import kit.formats
 import kit.traces
-from nodeagent import configfile, rooms, units
+from nodeagent import configfile, rooms
+from nodeagent.commands import units
 from nodeagent.settings import Settings
 
 FIND_SECONDS = 60.0

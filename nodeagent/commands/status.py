@@ -231,7 +231,7 @@ def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_jso
     """Put everything that helps to find a fault into one archive, secrets taken out.
 
     Works without an agent too; what could not be had is named in the index."""
-    from nodeagent import bundle
+    from nodeagent.commands import bundle
 
     now = datetime.datetime.now(datetime.UTC)
     stem = f"nodeagent-support-{platform.node()}-{now:%Y%m%dT%H%M%SZ}"
