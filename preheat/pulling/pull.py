@@ -27,10 +27,10 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from kit.bucket import Bucket
 from preheat import settings
 from preheat.image import manifest
 from preheat.planning import desired
-from preheat.pulling import limiter
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver
 from preheat.registry.failure import Kind, PullError
@@ -40,6 +40,8 @@ log = structlog.get_logger("preheat")
 
 POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
+# A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
+BURST_SECONDS = 0.25
 
 
 @dataclass
@@ -53,6 +55,29 @@ class PullProgress:
     layers: dict[str, tuple[int, int]] = field(default_factory=dict)  # digest -> done, total
     layers_unpacked: int = 0
     started: float = field(default_factory=time.time)
+
+
+class Limiter:
+    """A limit in bytes per second that all downloads of the agent share. ``rate`` may change."""
+
+    def __init__(self, rate: float | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._bucket: Bucket | None = None
+        self.rate = rate
+
+    @property
+    def rate(self) -> float | None:
+        return self._bucket.rate if self._bucket else None
+
+    @rate.setter
+    def rate(self, rate: float | None) -> None:
+        if rate != self.rate:
+            self._bucket = Bucket(rate, rate * BURST_SECONDS, self._clock) if rate else None
+
+    async def take(self, size: int) -> None:
+        """Wait until ``size`` bytes may flow."""
+        if self._bucket and (wait := self._bucket.owe(size)):
+            await asyncio.sleep(wait)
 
 
 class Writers:
@@ -93,7 +118,7 @@ class Puller:
         self,
         runtime: containerd.Containerd,
         client: registry.Registry,
-        limit: limiter.Limiter,
+        limit: Limiter,
         writers: Writers,
         section: settings.PreheatSettings,
         request: desired.Request,

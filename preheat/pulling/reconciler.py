@@ -24,9 +24,9 @@ import kit.errors
 import kit.pause
 from preheat import settings
 from preheat.image import manifest
-from preheat.planning import desired, disk, pins, plan
+from preheat.planning import desired, plan, stock
 from preheat.planning.desired import Request
-from preheat.pulling import durability, heal, limiter, pull
+from preheat.pulling import durability, heal, pull
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver, schedule
 from preheat.registry.failure import Kind, PullError
@@ -77,14 +77,14 @@ class Reconciler:
         self.runtime = runtime
         self.section = section
         self.client = client
-        self.limit = limiter.Limiter(section.bytes_per_second)
+        self.limit = pull.Limiter(section.bytes_per_second)
         self._writers = pull.Writers()
         self.turns = schedule.Schedule(section)
         self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
-        self._pins = pins.Pins(runtime, self.local)
+        self._pins = stock.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
-        self.uses = pins.ImageUses(runtime)
+        self.uses = stock.ImageUses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
         self._tags = desired.LocalTags()
@@ -180,7 +180,7 @@ class Reconciler:
 
     async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
         """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
-        return await asyncio.to_thread(disk.node, images_path, self.section, freeable)
+        return await asyncio.to_thread(stock.node, images_path, self.section, freeable)
 
     async def pressed(self) -> bool:
         """Whether the disk is under pressure; the answer is at most a second old."""
@@ -373,7 +373,7 @@ class Reconciler:
                 await self._note_expired(holds.values(), holds[release.hold])
             await self.release(holds[release.hold])
         for retained in seen.decided.retained:
-            await self.runtime.begin(pins.as_retained(self.section, holds[retained]))
+            await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
         for ref in seen.decided.pins:
             await self._pin_present(seen.requests[ref], seen.inventory)
         for ref in list(self.running) if seen.decided.pause else ():

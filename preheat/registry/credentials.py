@@ -24,7 +24,7 @@ import kit.files
 import kit.processes
 import kit.slips
 from preheat import settings
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.registry import keyring
 from preheat.registry.failure import Kind, PullError
 from preheat.registry.keyring import Keys
@@ -216,7 +216,7 @@ class Credentials:
         if where.helper_dir is None or not _is_file_name(program):
             why = f"it names {program}, which preheat.credentials.helper_dir does not have"
             raise self._unusable(file, why)
-        server = hub.LOGIN_KEY if ref.host in hub.HOSTS else ref.host
+        server = manifest.HUB_LOGIN_KEY if ref.host in manifest.HUB_HOSTS else ref.host
         ended = await self._run(where.helper_dir / program, ["get"], server.encode(), where)
         if ended.code != 0:
             if _NOT_FOUND in ended.out:

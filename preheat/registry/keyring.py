@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.runtimes import base
 
 # What a program answers instead of a user's name when it gives a token.
@@ -32,7 +32,7 @@ class Keys:
         """The program that docker would ask for ``ref``; empty without one."""
         for host, name in self.helpers:
             key = key_of(host)
-            if key == ref.host or (key in hub.HOSTS and ref.host in hub.HOSTS):
+            if key == ref.host or (key in manifest.HUB_HOSTS and ref.host in manifest.HUB_HOSTS):
                 return name
         return self.store
 
@@ -68,8 +68,8 @@ def logins(many: Iterable[Keys], ref: manifest.Reference) -> tuple[base.Login, .
     entries = [entry for keys in many for entry in keys.entries]
     # In the kubelet's order: from behind, where a longer path comes before a shorter one.
     fitting = sorted({key for key, _ in entries if matches(key, ref)}, reverse=True)
-    if not fitting and ref.host in hub.HOSTS:
-        fitting = [hub.INDEX]
+    if not fitting and ref.host in manifest.HUB_HOSTS:
+        fitting = [manifest.HUB_INDEX]
     found = [login for key in fitting for each, login in entries if each == key]
     return tuple(dict.fromkeys(found))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.registry import client as registry
 from preheat.registry import hosts
 from preheat.registry.failure import Kind, PullError
@@ -57,7 +57,7 @@ def test_hosts_come_in_their_order_with_all_that_their_tables_say(tmp_path: Path
     ("name", "url", "namespace"),
     [
         ("reg.example", "https://reg.example/v2", ""),
-        (hub.NAME, f"https://{hub.SERVER}/v2", ""),
+        (manifest.HUB, f"https://{manifest.HUB_SERVER}/v2", ""),
         ("127.0.0.1:5000", "http://127.0.0.1:5000/v2", ""),
         ("localhost:443", "https://localhost:443/v2", ""),
     ],

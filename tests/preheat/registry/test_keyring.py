@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.registry import keyring
 from preheat.runtimes import base
 
@@ -70,8 +70,10 @@ def test_logins_of_several_files_are_all_tried_once() -> None:
     assert names("reg.example/x:b", first, second, first) == ["a", "b"]
 
 
-@pytest.mark.parametrize("key", [hub.LOGIN_KEY, hub.INDEX, hub.NAME])
-@pytest.mark.parametrize("ref", [f"{hub.NAME}/ubuntu", f"{hub.INDEX}/library/ubuntu:latest"])
+@pytest.mark.parametrize("key", [manifest.HUB_LOGIN_KEY, manifest.HUB_INDEX, manifest.HUB])
+@pytest.mark.parametrize(
+    "ref", [f"{manifest.HUB}/ubuntu", f"{manifest.HUB_INDEX}/library/ubuntu:latest"]
+)
 def test_docker_hub_has_its_default_key(key: str, ref: str) -> None:
     assert names(ref, config({key: user("hub"), "reg.example": user("x")})) == ["hub"]
 
@@ -110,10 +112,10 @@ def test_a_file_that_is_none_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("ref", "program"),
-    [("reg.example/a", "ecr"), (f"{hub.NAME}/a", "hub"), ("other.example/a", "all")],
+    [("reg.example/a", "ecr"), (f"{manifest.HUB}/a", "hub"), ("other.example/a", "all")],
 )
 def test_the_program_for_a_registry(ref: str, program: str) -> None:
-    helpers = {"reg.example": "ecr", hub.LOGIN_KEY: "hub"}
+    helpers = {"reg.example": "ecr", manifest.HUB_LOGIN_KEY: "hub"}
     keys = config({}, credHelpers=helpers, credsStore="all")
     assert keys.helper(manifest.parse(ref)) == program
 
