@@ -92,9 +92,9 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     ref, seen = request.ref, reconciler.snapshot
     lookup = reconciler.resolver.of(ref)
     here = seen.inventory.digest_of(ref)
-    shape = (lookup.shape if lookup is not None else None) or seen.shapes.get(here)
+    shape = (lookup.shape if lookup is not None else None) or seen.inventory.shapes.get(here)
     if request.unconfirmed:
-        shape = seen.shapes.get(request.digest)
+        shape = seen.inventory.shapes.get(request.digest)
     digest = shape.top.digest if shape is not None else here
     gone = {release.hold for release in seen.decided.releases}
     failed = reconciler.failures.get(ref)

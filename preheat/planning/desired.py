@@ -197,7 +197,6 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
 def retained(
     section: settings.PreheatSettings,
     inventory: base.ImageInventory,
-    shapes: Mapping[str, manifest.Shape],
     requested: Mapping[str, Request],
 ) -> dict[str, Request]:
     """Requests for images that containers use now and nobody else asks for, by reference."""
@@ -208,7 +207,7 @@ def retained(
     released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
     keep = f"for:{section.retain.duration:.0f}"
     for record in inventory.records:
-        shape = shapes.get(record.target.digest)
+        shape = inventory.shapes.get(record.target.digest)
         if shape is None or shape.image_id not in inventory.in_use:
             continue
         try:

@@ -89,14 +89,12 @@ class ImageUses:
         self._before: set[str] | None = None  # top digests in use at the last cycle
         self.used_bytes = 0
 
-    async def note(
-        self, inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape]
-    ) -> base.ImageInventory:
+    async def note(self, inventory: base.ImageInventory) -> base.ImageInventory:
         """Store uses in the runtime: at first sight, now and then, and when the last one ends.
 
         Returns the inventory with them: what is in use, or was a cycle ago, was last used now.
         """
-        now = time.time()
+        now, shapes = time.time(), inventory.shapes
         using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
         # What an earlier agent noted was counted by it.
         before = set(inventory.last_used) & using if self._before is None else self._before
@@ -124,7 +122,6 @@ class Pins:
         self,
         section: settings.PreheatSettings,
         inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
         requests: Mapping[str, Request],
         now: float,
     ) -> list[plan.Pinned]:
@@ -132,7 +129,7 @@ class Pins:
         for hold in inventory.held("pin"):
             if hold.target is None:
                 continue
-            shape = shapes.get(hold.target.digest)
+            shape = inventory.shapes.get(hold.target.digest)
             request = requests.get(hold.ref)
             source = request or Request(hold.ref, hold.by, hold.keep)
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)

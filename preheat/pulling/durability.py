@@ -115,9 +115,7 @@ class DurabilityTrouble:
     text: str
 
 
-def loose_layers(
-    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape]
-) -> frozenset[str]:
+def loose_layers(inventory: base.ImageInventory) -> frozenset[str]:
     """Layers not known to be durable, without those of images that only others pulled. Pure."""
     ours = {hold.target.digest for hold in inventory.held("pin") if hold.target is not None}
     for hold in inventory.holds:  # pulled, and not pinned yet or not at all
@@ -125,7 +123,8 @@ def loose_layers(
             ours.add(inventory.digest_of(hold.ref))
     by_name = {record.target.digest for record in inventory.records}
     chains = {
-        digest: frozenset(layer.chain_id for layer in s.layers) for digest, s in shapes.items()
+        digest: frozenset(layer.chain_id for layer in shape.layers)
+        for digest, shape in inventory.shapes.items()
     }
     mine = frozenset[str]().union(*(chains[each] for each in ours & chains.keys()))
     others = frozenset[str]().union(*(chains[each] for each in (by_name - ours) & chains.keys()))
@@ -160,17 +159,13 @@ class Durability:
         self.unconfirmed = 0  # layers of requested images
         self.troubles: dict[str, DurabilityTrouble] = {}  # by reference
 
-    async def look(
-        self,
-        inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
-    ) -> None:
+    async def look(self, inventory: base.ImageInventory) -> None:
         """Before the requests are measured. HostError when a newer agent wrote the file."""
         if self._path is None:
             return
         if self._kept is None:
             self._saved = await asyncio.to_thread(load, self._path)
-            loose = loose_layers(inventory, shapes)
+            loose = loose_layers(inventory)
             self._kept = begun(self._saved, procfs.boot_id(), loose)
             if self._kept.doubted:
                 log.warning(
@@ -191,7 +186,6 @@ class Durability:
         self,
         refs: Iterable[str],
         inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
         lookups: resolver.Resolver,
         pressed: bool,
     ) -> None:
@@ -203,7 +197,7 @@ class Durability:
             lookup = lookups.of(ref)
             # What the tag names here, and what is pulled or half-pulled for it.
             looked_up = lookup.shape if lookup is not None else None
-            for shape in (shapes.get(inventory.digest_of(ref)), looked_up):
+            for shape in (inventory.shapes.get(inventory.digest_of(ref)), looked_up):
                 if shape is not None:
                     images[shape.top.digest] = ref, shape
         self._begin(images, inventory, pressed)

@@ -59,7 +59,6 @@ class Snapshot:
     inventory: base.ImageInventory = field(default_factory=base.ImageInventory)
     requests: Mapping[str, Request] = field(default_factory=dict)
     pinned: tuple[plan.Pinned, ...] = ()
-    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
     decided: plan.Plan = field(default_factory=plan.Plan)
     node: plan.Node | None = None
     shared: tuple[estimate.Reuse, ...] = ()
@@ -201,13 +200,13 @@ class Reconciler:
                 inventory = await self.runtime.inventory()
             self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
-            shapes = await self.local.shapes(inventory, section.platform)
-            inventory = await self.uses.note(inventory, shapes)
+            inventory = await self.local.with_shapes(inventory, section.platform)
+            inventory = await self.uses.note(inventory)
             requests = desired.gather(section, inventory.holds)
             requests |= desired.lingering(section, inventory, requests, time.time())
-            requests |= desired.retained(section, inventory, shapes, requests)
+            requests |= desired.retained(section, inventory, requests)
             await self._keep_notes(inventory, requests)
-            await self.durability.look(inventory, shapes)
+            await self.durability.look(inventory)
             asked = {
                 each.ref: each.by == "operator" and not inventory.served(each.ref)
                 for each in requests.values()
@@ -224,21 +223,21 @@ class Reconciler:
             }
             self._pulled = {ref: at for ref, at in self._pulled.items() if ref in requests}
             requests = {
-                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+                ref: await self._measured(each, inventory) for ref, each in requests.items()
             }
             now = time.time()
-            pinned = await self._pins.pinned(section, inventory, shapes, requests, now)
-            self.healer.sizes = {d: shape.bytes_total for d, shape in shapes.items()}
-            freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+            pinned = await self._pins.pinned(section, inventory, requests, now)
+            self.healer.sizes = {d: shape.bytes_total for d, shape in inventory.shapes.items()}
+            freeable = await self.local.freeable(inventory, [pin.parts for pin in pinned])
             node = await self.node(inventory.images_path, freeable)
             self._pressed = (time.monotonic(), node.pressed)
-            self.durability.tend(requests, inventory, shapes, self.resolver, node.pressed)
+            self.durability.tend(requests, inventory, self.resolver, node.pressed)
             known = [each for each in requests.values() if each.digest or each.measured]
             decided = plan.decide(node, known, pinned, section.concurrency, now)
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
-            shared = await asyncio.to_thread(estimate.shared_of_images, inventory, shapes, bases)
+            shared = await asyncio.to_thread(estimate.shared_of_images, inventory, bases)
             self.snapshot = Snapshot(
-                *(inventory, requests, tuple(pinned), shapes, decided, node, shared, now)
+                *(inventory, requests, tuple(pinned), decided, node, shared, now)
             )
             await self._act(self.snapshot)
 
@@ -252,20 +251,15 @@ class Reconciler:
             await self.note(ref, "policy", "dropped")
             log.warning("the settings dropped an image", image=ref, why=requests[ref].dropped_text)
 
-    async def _measured(
-        self,
-        request: Request,
-        inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
-    ) -> Request:
+    async def _measured(self, request: Request, inventory: base.ImageInventory) -> Request:
         """The request with what it costs here and now."""
         lookup = self.resolver.of(request.ref)
         here = inventory.digest_of(request.ref)
         looked_up = lookup.shape if lookup is not None else None
-        shape = looked_up or shapes.get(here)
-        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in shapes
+        shape = looked_up or inventory.shapes.get(here)
+        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in inventory.shapes
         if unconfirmed:
-            shape = shapes[here]
+            shape = inventory.shapes[here]
         last_used = inventory.last_used.get(here, 0.0)
         running = request.ref in self.running
         failed = self.failures.get(request.ref)

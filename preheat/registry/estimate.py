@@ -7,6 +7,7 @@ What a layer takes unpacked is known when it is unpacked here, else guessed from
 layer share its key, so a union of parts counts the layer once.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,14 +59,12 @@ def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[
     return found
 
 
-def shared_of_images(
-    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape], bases: frozenset[str]
-) -> tuple[Reuse, ...]:
-    """The report for all tagged images on the node; ``shapes`` by top digest."""
+def shared_of_images(inventory: base.ImageInventory, bases: frozenset[str]) -> tuple[Reuse, ...]:
+    """The report for all tagged images on the node."""
     tagged = {
-        record.name: shapes[record.target.digest]
+        record.name: inventory.shapes[record.target.digest]
         for record in inventory.records
-        if record.target.digest in shapes
+        if record.target.digest in inventory.shapes
         and not manifest.is_digest(record.name)
         and "@" not in record.name
     }
@@ -219,10 +218,10 @@ class LocalImages:
         self._shapes[key] = found
         return found
 
-    async def shapes(
+    async def with_shapes(
         self, inventory: base.ImageInventory, platform: str
-    ) -> dict[str, manifest.Shape]:
-        """The shapes of all images and pins, by top digest."""
+    ) -> base.ImageInventory:
+        """The inventory with the shapes of all images and pins."""
         found: dict[str, manifest.Shape] = {}
         targets = [record.target for record in inventory.records]
         targets += [hold.target for hold in inventory.holds if hold.target is not None]
@@ -231,7 +230,7 @@ class LocalImages:
                 shape = await self.shape(target, inventory, platform)
                 if shape is not None:
                     found[target.digest] = shape
-        return found
+        return dataclasses.replace(inventory, shapes=found)
 
     async def usages(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:
         """Bytes on disk of the snapshots that exist, by chain id."""
@@ -265,13 +264,11 @@ class LocalImages:
         return parts
 
     async def freeable(
-        self,
-        shapes: Mapping[str, manifest.Shape],
-        inventory: base.ImageInventory,
-        pinned: list[Mapping[str, int]],
+        self, inventory: base.ImageInventory, pinned: list[Mapping[str, int]]
     ) -> int:
         """Bytes that garbage collection may take: of images neither pinned nor in use."""
-        every = [await self.parts(shape, inventory) for shape in shapes.values()]
-        used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
+        shapes = inventory.shapes.values()
+        every = [await self.parts(shape, inventory) for shape in shapes]
+        used = [shape for shape in shapes if shape.image_id in inventory.in_use]
         kept = [*pinned, *[await self.parts(shape, inventory) for shape in used]]
         return max(0, union(every) - union(kept))

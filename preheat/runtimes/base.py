@@ -118,7 +118,8 @@ class Ingest:
 
 @dataclass(frozen=True)
 class ImageInventory:
-    """What the runtime has at one moment."""
+    """What the runtime has at one moment. ``shapes`` says, by top digest, what its images and pins
+    consist of; the others are not readable, or were not read yet (``estimate.LocalImages``)."""
 
     records: tuple[Record, ...] = ()
     content: Mapping[str, int] = field(default_factory=dict)  # digest -> bytes
@@ -135,6 +136,7 @@ class ImageInventory:
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
     images_path: str = ""  # the directory in which the runtime keeps images
     listed: frozenset[str] | None = None  # names that it tells the kubelet; None: all records
+    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)
 
     def held(self, role: Role, ref: str | None = None) -> list[Hold]:
         """The holds of one role, of one reference or all."""

@@ -149,8 +149,11 @@ def test_reuse_is_bounded_in_images_and_bases() -> None:
 def test_reuse_is_of_tagged_images() -> None:
     shape = shape_of("a")
     names = (REF, f"r.e/fw/a@{shape.top.digest}", shape.top.digest)
-    inventory = base.ImageInventory(records=tuple(base.Record(name, shape.top) for name in names))
-    found = estimate.shared_of_images(inventory, {shape.top.digest: shape}, frozenset())
+    inventory = base.ImageInventory(
+        records=tuple(base.Record(name, shape.top) for name in names),
+        shapes={shape.top.digest: shape},
+    )
+    found = estimate.shared_of_images(inventory, frozenset())
     assert [each.ref for each in found] == [REF]
 
 

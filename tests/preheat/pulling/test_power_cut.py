@@ -57,8 +57,9 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
 
     def loose(*holds: base.Hold) -> frozenset[str]:
         every = frozenset({A, B, C})
-        seen = base.ImageInventory(records=records, holds=holds, snapshots=every)
-        return durability.loose_layers(seen, shapes)
+        return durability.loose_layers(
+            base.ImageInventory(records=records, holds=holds, snapshots=every, shapes=shapes)
+        )
 
     assert loose() == frozenset()
     assert loose(base.Hold("", "pin", "x", "policy", records[0].target)) == {A, B}
@@ -66,7 +67,7 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
     assert loose(base.Hold("", "note", "y", "policy", state="done")) == {A, C}, "pin: never"
     assert loose(base.Hold("", "note", "y", "operator", state="released")) == frozenset()
     half_pulled = base.ImageInventory(snapshots=frozenset({A, B}), durable=frozenset({B}))
-    assert durability.loose_layers(half_pulled, {}) == {A}
+    assert durability.loose_layers(half_pulled) == {A}
 
 
 def test_only_a_stack_of_directories_is_unpacked_in_place() -> None:

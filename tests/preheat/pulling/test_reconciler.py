@@ -237,7 +237,7 @@ async def test_hostile_image_of_somebody_else_stops_nothing(rig: Rig) -> None:
 
     names = {record.name for record in snapshot.inventory.records}
     assert {deep.ref, large.ref} <= names
-    assert set(snapshot.shapes) == {image.pushed.top}
+    assert set(snapshot.inventory.shapes) == {image.pushed.top}
 
 
 # --- images in use --------------------------------------------------------------------------------
