@@ -374,7 +374,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
         "images_unpacked_again": (
             "Images unpacked again because the node went down before they were durable.",
-            reconciler.durability.counts.unpacked_again,
+            reconciler.durability.unpacked_again,
         ),
         "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
     }

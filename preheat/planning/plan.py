@@ -181,7 +181,6 @@ class Plan:
     waiting: tuple[str, ...] = ()
     skips: tuple[Skip, ...] = ()
     pause: str = ""
-    pinned_bytes: int = 0  # once the releases and pins are done
 
 
 class _Budget:
@@ -255,7 +254,6 @@ def decide(
         pulls=tuple(pulls),
         waiting=tuple(waiting),
         skips=tuple(skips),
-        pinned_bytes=budget.bytes(),
     )
 
 
@@ -313,7 +311,6 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
         retained=budget.still_retained(),
         skips=tuple(skips),
         pause=text,
-        pinned_bytes=budget.bytes(),
     )
 
 

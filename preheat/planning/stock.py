@@ -17,6 +17,7 @@ from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.registry import estimate
 from preheat.runtimes import base, containerd
+from preheat.runtimes.base import allowing
 
 log = structlog.get_logger("preheat")
 
@@ -111,71 +112,58 @@ class ImageUses:
         return dataclasses.replace(inventory, last_used=last_used)
 
 
-class Pins:
-    """Turns the pins of an inventory into what the plan decides about."""
-
-    def __init__(self, runtime: containerd.Containerd, local: estimate.LocalImages) -> None:
-        self._runtime = runtime
-        self._local = local
-
-    async def pinned(
-        self,
-        section: settings.PreheatSettings,
-        inventory: base.ImageInventory,
-        requests: Mapping[str, Request],
-        now: float,
-    ) -> list[plan.Pinned]:
-        found = []
-        for hold in inventory.held("pin"):
-            if hold.target is None:
-                continue
-            shape = inventory.shapes.get(hold.target.digest)
-            request = requests.get(hold.ref)
-            source = request or Request(hold.ref, hold.by, hold.keep)
-            used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
-            keep = desired.keep_seconds(source.keep)
-            in_use = hold.image_id in inventory.in_use
-            found.append(
-                plan.Pinned(
-                    hold=hold.id,
-                    ref=hold.ref,
-                    digest=hold.target.digest,
-                    rank=dataclasses.replace(source, last_used=used).rank,
-                    parts={} if shape is None else await self._local.parts(shape, inventory),
-                    in_use=in_use,
-                    expires=None if keep is None else used + keep,
-                    requested=request is not None
-                    and request.keep != "never"
-                    and not request.released,
-                    dropped_until=source.dropped_until,
-                    retains=_retains(section, shape, in_use, used, now),
-                )
+async def pinned(
+    section: settings.PreheatSettings,
+    inventory: base.ImageInventory,
+    requests: Mapping[str, Request],
+    local: estimate.LocalImages,
+    now: float,
+) -> tuple[plan.Pinned, ...]:
+    """The pins of an inventory as what the plan decides about."""
+    found = []
+    for hold in inventory.held("pin"):
+        if hold.target is None:
+            continue
+        shape = inventory.shapes.get(hold.target.digest)
+        request = requests.get(hold.ref)
+        source = request or Request(hold.ref, hold.by, hold.keep)
+        used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
+        keep = desired.keep_seconds(source.keep)
+        in_use = hold.image_id in inventory.in_use
+        found.append(
+            plan.Pinned(
+                hold=hold.id,
+                ref=hold.ref,
+                digest=hold.target.digest,
+                rank=dataclasses.replace(source, last_used=used).rank,
+                parts={} if shape is None else await local.parts(shape, inventory),
+                in_use=in_use,
+                expires=None if keep is None else used + keep,
+                requested=request is not None and request.keep != "never" and not request.released,
+                dropped_until=source.dropped_until,
+                retains=_retains(section, shape, in_use, used, now),
             )
-        return found
+        )
+    return tuple(found)
 
-    async def end_lost(self, inventory: base.ImageInventory) -> bool:
-        """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
-        lost = False
-        for hold in inventory.held("pin"):
-            if hold.target is None or hold.target.digest in inventory.content:
-                continue
-            try:  # pinned since the inventory, perhaps
-                await self._runtime.read(hold.target.digest)
-            except base.RuntimeCallError as error:
-                if error.code != "NOT_FOUND":
-                    raise
-            else:
-                continue
-            log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.target.digest)
-            if hold.by == "operator":  # the request stays
-                expires = time.time() + desired.REQUEST_SECONDS
-                request = base.Hold(
-                    *("", "pull", hold.ref, hold.by), keep=hold.keep, expires=expires
-                )
-                await self._runtime.begin(request)
-            await self._runtime.unpin(hold)
-            lost = True
-        return lost
+
+async def end_lost(runtime: containerd.Containerd, inventory: base.ImageInventory) -> bool:
+    """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
+    lost = False
+    for hold in inventory.held("pin"):
+        if hold.target is None or hold.target.digest in inventory.content:
+            continue
+        with allowing("NOT_FOUND"):
+            await runtime.read(hold.target.digest)
+            continue  # it was pinned since the inventory
+        log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.target.digest)
+        if hold.by == "operator":  # the request stays
+            expires = time.time() + desired.REQUEST_SECONDS
+            request = base.Hold(*("", "pull", hold.ref, hold.by), keep=hold.keep, expires=expires)
+            await runtime.begin(request)
+        await runtime.unpin(hold)
+        lost = True
+    return lost
 
 
 def _retains(

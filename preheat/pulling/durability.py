@@ -94,13 +94,6 @@ RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
 _ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
 
 
-@dataclass
-class Counts:
-    syncs: int = 0
-    syncs_failed: int = 0
-    unpacked_again: int = 0  # images
-
-
 # Image by top digest: its reference and what it consists of.
 Images = Mapping[str, tuple[str, manifest.Shape]]
 
@@ -155,7 +148,7 @@ class Durability:
         self._saved = Kept()
         self._task: asyncio.Task[None] | None = None
         self._sync_at = 0.0  # monotonic time
-        self.counts = Counts()
+        self.unpacked_again = 0  # images
         self.unconfirmed = 0  # layers of requested images
         self.troubles: dict[str, DurabilityTrouble] = {}  # by reference
 
@@ -257,7 +250,7 @@ class Durability:
         async with self._cycle:
             self._kept = replace(self._kept, doubted=self._kept.doubted - which)
         self.troubles.pop(digest, None)
-        self.counts.unpacked_again += 1
+        self.unpacked_again += 1
         log.warning("layers unpacked again", image=ref, layers=len(which))
         return True
 
@@ -267,10 +260,8 @@ class Durability:
             await kit.child.call(syscalls.syncfs, images_path, deadline=SYNC_SECONDS)
             await self._runtime.note_durable(sorted(layers))
         except _ERRORS as error:
-            self.counts.syncs_failed += 1
             log.warning("layers are not known to be durable", error=str(error))
             return False
-        self.counts.syncs += 1
         return True
 
     async def _save(self) -> None:

@@ -23,7 +23,6 @@ import structlog
 import kit.errors
 import kit.pause
 from preheat import settings
-from preheat.image import manifest
 from preheat.planning import desired, plan, stock
 from preheat.planning.desired import Request
 from preheat.pulling import durability, heal, pull
@@ -81,12 +80,10 @@ class Reconciler:
         self.turns = schedule.Schedule(section)
         self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
-        self._pins = stock.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
         self.uses = stock.ImageUses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
-        self._tags = desired.LocalTags()
         self.totals = Totals()
         # The policy is known before the first cycle.
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
@@ -196,7 +193,7 @@ class Reconciler:
             self._looked = time.monotonic()
             inventory = await self.runtime.inventory()
             self.runtime.release_after = section.release_after
-            if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
+            if await self.runtime.tend(inventory) or await stock.end_lost(self.runtime, inventory):
                 inventory = await self.runtime.inventory()
             self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
@@ -212,10 +209,8 @@ class Reconciler:
                 for each in requests.values()
                 if each.is_looked_up
             }
-            self._tags.keep(requests)
             self.turns.section = section
-            self.turns.want(asked, time.time())
-            self.resolver.request(asked, section)
+            self.resolver.request(asked)
             self.failures = {
                 ref: each
                 for ref, each in self.failures.items()
@@ -226,7 +221,7 @@ class Reconciler:
                 ref: await self._measured(each, inventory) for ref, each in requests.items()
             }
             now = time.time()
-            pinned = await self._pins.pinned(section, inventory, requests, now)
+            pinned = await stock.pinned(section, inventory, requests, self.local, now)
             self.healer.sizes = {d: shape.bytes_total for d, shape in inventory.shapes.items()}
             freeable = await self.local.freeable(inventory, [pin.parts for pin in pinned])
             node = await self.node(inventory.images_path, freeable)
@@ -236,9 +231,7 @@ class Reconciler:
             decided = plan.decide(node, known, pinned, section.concurrency, now)
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
             shared = await asyncio.to_thread(estimate.shared_of_images, inventory, bases)
-            self.snapshot = Snapshot(
-                *(inventory, requests, tuple(pinned), decided, node, shared, now)
-            )
+            self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
             await self._act(self.snapshot)
 
     async def _keep_notes(
@@ -257,7 +250,7 @@ class Reconciler:
         here = inventory.digest_of(request.ref)
         looked_up = lookup.shape if lookup is not None else None
         shape = looked_up or inventory.shapes.get(here)
-        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in inventory.shapes
+        unconfirmed = self.resolver.is_newer_here(request.ref, here) and here in inventory.shapes
         if unconfirmed:
             shape = inventory.shapes[here]
         last_used = inventory.last_used.get(here, 0.0)
@@ -324,17 +317,6 @@ class Reconciler:
             log.warning("pull brought no image", image=ref, error=str(error))
             self._failed(ref, error, attempts, self.resolver.digest(ref))
             self._wake_for_retry(ref)
-
-    def _moved_here(self, ref: str, here: str, shape: manifest.Shape | None) -> bool:
-        """Whether the node's digest of a tag is newer than the registry's answer. Asks again."""
-        lookup = self.resolver.of(ref)
-        other = shape is not None and here != shape.top.digest
-        if self._tags.saw(ref, here, time.time()) and here and other:
-            log.info("tag moved on the node", image=ref, digest=here)
-            self.resolver.again(ref)
-            self.wake()
-        answered = lookup.at if lookup is not None else 0.0
-        return bool(here) and other and self._tags.is_newer(ref, answered)
 
     def _hurdle(
         self,
@@ -431,7 +413,7 @@ class Reconciler:
         assert lookup is not None
         puller = pull.Puller(
             *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup),
-            lambda fresh: self.resolver.logins(lookup.ref, self.section, fresh=fresh),
+            lambda fresh: self.resolver.logins(lookup.ref, fresh=fresh),
         )
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
         self.running[request.ref] = pull.Running(puller.progress, task)

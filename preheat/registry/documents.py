@@ -48,12 +48,9 @@ class Documents:
         self._cache: diskcache.Cache | None = None
         # One thread, for SQLite's connection belongs to the thread that made it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
-        self.hits = 0
 
     async def get(self, digest: str) -> bytes | None:
-        data = await self._do(lambda cache: _get(cache, digest))
-        self.hits += data is not None
-        return data
+        return await self._do(lambda cache: _get(cache, digest))
 
     async def put(self, digest: str, data: bytes) -> None:
         if len(data) <= LARGEST:

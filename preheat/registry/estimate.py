@@ -238,16 +238,10 @@ class LocalImages:
         for layer in shape.layers:
             if layer.chain_id not in inventory.snapshots:
                 continue
-            size = self._usages.get(layer.chain_id)
-            if size is None:
-                try:
-                    size = await self._runtime.usage(layer.chain_id)
-                except base.RuntimeCallError as error:
-                    if error.code != "NOT_FOUND":
-                        raise
-                    continue
-                self._usages[layer.chain_id] = size
-            found[layer.chain_id] = size
+            with base.allowing("NOT_FOUND"):
+                if layer.chain_id not in self._usages:
+                    self._usages[layer.chain_id] = await self._runtime.usage(layer.chain_id)
+                found[layer.chain_id] = self._usages[layer.chain_id]
         return found
 
     async def parts(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:

@@ -4,8 +4,9 @@ The runtime is the room's only database. A ``Hold`` is a record that the runtime
 pull and its bytes, a pinned image, or a note. A new agent finds the holds of the one before it.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +44,16 @@ class InvalidCallError(kit.errors.AgentError):
     """A changing call that is malformed; it was not sent (a bug of ours, or bad input)."""
 
     exit_code = 3
+
+
+@contextlib.contextmanager
+def allowing(code: str) -> Iterator[None]:
+    """Pass over an answer with this gRPC status."""
+    try:
+        yield
+    except RuntimeCallError as error:
+        if error.code != code:
+            raise
 
 
 @dataclass(frozen=True)

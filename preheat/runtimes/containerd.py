@@ -23,6 +23,7 @@ from preheat.image import manifest
 from preheat.runtimes import base, cri, leases, marks, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
+from preheat.runtimes.base import allowing
 
 # What to put right in containerd so that each pin is whole and nothing is left of one. Pure.
 
@@ -252,13 +253,13 @@ class Containerd(cri.CriRuntime):
         return found
 
     async def _is_unpacked(self, chain_id: str) -> bool:
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             await self.connection.read(api.STAT_SNAPSHOT, self._snapshot(chain_id))
             return True
         return False
 
     async def _has_content(self, digest: str) -> bool:
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
             return True
         return False
@@ -291,7 +292,7 @@ class Containerd(cri.CriRuntime):
         info = pb.ContentInfo(digest=digest, labels=labels)
         request = pb.UpdateContentRequest(info=info, update_mask=marks.label_mask(LAST_USED))
         # Forgetting may come after the image has gone.
-        with leases.allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
+        with allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
             await self.connection.change(api.UPDATE_CONTENT, request)
 
     async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
@@ -343,7 +344,7 @@ class Containerd(cri.CriRuntime):
         ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
-            with leases.allowing("ALREADY_EXISTS"):
+            with allowing("ALREADY_EXISTS"):
                 start = pb.WriteContentRequest(action=pb.STAT, ref=ref, total=size, expected=digest)
                 offset = (await writer.send(start)).offset
                 if offset < size:
@@ -474,14 +475,14 @@ class Containerd(cri.CriRuntime):
             if name == hold.image_id and self.honours_pins is not False:
                 labels |= marks.labels()
             record = pb.Image(name=name, labels=labels, target=target)
-            with leases.allowing("ALREADY_EXISTS"):
+            with allowing("ALREADY_EXISTS"):
                 await self.connection.change(api.CREATE_IMAGE, pb.CreateImageRequest(image=record))
                 healed += 1
         return healed
 
     async def target_of(self, name: str) -> manifest.Target | None:
         """What an image record names now; None without one."""
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             answer = await self.connection.read(api.GET_IMAGE, pb.GetImageRequest(name=name))
             return _target(answer.image.target)
         return None

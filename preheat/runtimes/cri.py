@@ -432,10 +432,7 @@ class CriRuntime:
     async def _volumes_of(self, container: str) -> frozenset[str]:
         """The images that a container has mounted, as the kubelet named them (KEP-4639)."""
         request = cri_pb2.ContainerStatusRequest(container_id=container)
-        try:
+        with base.allowing("NOT_FOUND"):
             answer = await self.connection.read(CONTAINER_STATUS, request)
-        except base.RuntimeCallError as error:
-            if error.code != "NOT_FOUND":
-                raise
-            return frozenset()  # it has gone since the list
-        return frozenset(each.image.image for each in answer.status.mounts if each.image.image)
+            return frozenset(each.image.image for each in answer.status.mounts if each.image.image)
+        return frozenset()  # it has gone since the list

@@ -5,28 +5,18 @@ that the first one holds (``-renew``): at each moment one of them keeps the cont
 left that was interrupted is put right by ``finish_renewals``.
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from preheat.runtimes import base, cri
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
+from preheat.runtimes.base import allowing
 
 # A lease with less left than this is renewed when its pull starts again.
 LEAST_LEFT_SECONDS = 3600.0
 RENEWAL = "-renew"
-
-
-@contextlib.contextmanager
-def allowing(code: str) -> Iterator[None]:
-    """Pass over an answer with this gRPC status."""
-    try:
-        yield
-    except base.RuntimeCallError as error:
-        if error.code != code:
-            raise
 
 
 def content(digest: str) -> pb.LeaseResource:

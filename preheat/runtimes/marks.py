@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import structlog
 from google.protobuf import field_mask_pb2
 
-from preheat.runtimes import base, cri, cri_pb2, leases
+from preheat.runtimes import base, cri, cri_pb2
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
+from preheat.runtimes.base import allowing
 
 log = structlog.get_logger("preheat")
 
@@ -96,7 +97,7 @@ class Marks:
         record.labels.clear()  # the update reads the masked labels only
         record.labels.update(wanted)
         request = pb.UpdateImageRequest(image=record, update_mask=label_mask(*labels()))
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             await self._connection.change(api.UPDATE_IMAGE, request)
 
     async def _shows(self, image_id: str) -> bool:

@@ -7,9 +7,10 @@ snapshot.
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, leases, marks
+from preheat.runtimes import base, cri, marks
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
+from preheat.runtimes.base import allowing
 
 DURABLE = "nodeagent/durable"
 _LOWER, _UPPER = "lowerdir=", "upperdir="
@@ -48,7 +49,7 @@ class Unpacked:
             request = pb.UpdateSnapshotRequest(
                 snapshotter=where.snapshotter, info=info, update_mask=marks.label_mask(DURABLE)
             )
-            with leases.allowing("NOT_FOUND"):
+            with allowing("NOT_FOUND"):
                 await self._connection.change(api.UPDATE_SNAPSHOT, request)
 
     async def again(
@@ -73,20 +74,17 @@ class Unpacked:
             return False
         diff = pb.Descriptor(media_type=layer.media_type, digest=layer.digest, size=layer.size)
         apply = pb.ApplyRequest(diff=diff, mounts=[place])
-        try:
+        with allowing("NOT_FOUND"):
             answer = await self._connection.change(
                 api.APPLY, apply, deadline=deadline, takes_slot=False
             )
-        except base.RuntimeCallError as error:
-            if error.code != "NOT_FOUND":
-                raise
-            return False  # its blob is not kept (discard_unpacked_layers)
-        found = answer.applied.digest
-        if (manifest.chain_on(below, found) if below else found) != layer.chain_id:
-            raise base.RuntimeCallError(
-                layer.digest, "its blob is damaged", "remove it: 'ctr -n k8s.io content rm'"
-            )
-        return True
+            found = answer.applied.digest
+            if (manifest.chain_on(below, found) if below else found) != layer.chain_id:
+                raise base.RuntimeCallError(
+                    layer.digest, "its blob is damaged", "remove it: 'ctr -n k8s.io content rm'"
+                )
+            return True
+        return False  # its blob is not kept (discard_unpacked_layers)
 
     async def _place(self, chain_id: str) -> pb.Mount | None:
         """None too when the layer is gone. Only a snapshot on top of it tells where it lies."""
@@ -96,7 +94,7 @@ class Unpacked:
             snapshotter=where.snapshotter, key=top.key, parent=chain_id
         )
         await self._drop(api.REMOVE, top)  # of an attempt that was interrupted
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             try:
                 return in_place((await self._connection.change(api.PREPARE, prepare)).mounts)
             finally:
@@ -110,5 +108,5 @@ class Unpacked:
     async def _drop(
         self, method: cri.Method[pb.SnapshotRequest, cri.Empty], request: pb.SnapshotRequest
     ) -> None:
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             await self._connection.change(method, request)

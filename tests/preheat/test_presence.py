@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from preheat.image import manifest
-from preheat.planning import desired
-from preheat.registry import estimate, failure
+from preheat.registry import estimate, failure, resolver
 from preheat.runtimes import base
 from tests.preheat.image.test_manifest import CHOICES, index_of
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
@@ -50,16 +49,13 @@ def test_an_image_is_here_when_the_runtime_tells_the_kubelet() -> None:
 
 
 def test_a_tag_that_moves_on_the_node_counts_until_the_registry_answers() -> None:
-    tags = desired.LocalTags()
-    assert not tags.saw(REF, "old", 100.0)
-    assert not tags.is_newer(REF, 50.0)  # at the start nobody knows who is newer
-    assert not tags.saw(REF, "old", 110.0)
-    assert tags.saw(REF, "new", 120.0)
-    assert tags.is_newer(REF, 115.0)
-    assert tags.is_newer(REF, 0.0)
-    assert not tags.is_newer(REF, 121.0)
-    tags.keep([])
-    assert not tags.is_newer(REF, 0.0)
+    lookup = resolver.Lookup(manifest.parse(REF))
+    assert not lookup.saw_here("old", 100.0)
+    assert lookup.moved_at == 0.0, "at the start nobody knows who is newer"
+    assert not lookup.saw_here("old", 110.0)
+    assert lookup.saw_here("new", 120.0)
+    assert not lookup.saw_here("new", 130.0)
+    assert lookup.moved_at == 120.0
 
 
 # --- on containerd --------------------------------------------------------------------------------

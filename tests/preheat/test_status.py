@@ -248,7 +248,6 @@ async def test_a_use_that_an_earlier_agent_noted_is_not_counted_again(
         runtime = StillRuntime(tmp_path, noted)
         loop = again.reconciler
         loop.runtime = runtime  # type: ignore[assignment]
-        loop._pins._runtime = runtime  # type: ignore[assignment]
         loop.local._runtime = runtime  # type: ignore[assignment]
         loop.uses._runtime = runtime  # type: ignore[assignment]
         shape = runtime.shape

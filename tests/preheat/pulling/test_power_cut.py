@@ -228,7 +228,7 @@ async def test_a_pinned_image_has_its_files_after_power_cuts(
         with grave.wrong_bytes():
             assert node.damaged(*image.pushed.layers) == []
         assert room.show(image.ref).pinned
-        assert room.reconciler.durability.counts.unpacked_again == 1
+        assert room.reconciler.durability.unpacked_again == 1
         await durable(node, room, 2)
         node.cut()
     node.boot()
@@ -236,7 +236,7 @@ async def test_a_pinned_image_has_its_files_after_power_cuts(
         assert node.damaged(*image.pushed.layers) == [], "they were said to be durable"
     async with node.rig.running(**wanted) as room:
         await state(room, image.ref, "ready", seconds=60)
-        assert room.reconciler.durability.counts.unpacked_again == 0
+        assert room.reconciler.durability.unpacked_again == 0
     assert node.rig.gate.blob_bytes == before, "nothing is fetched again"
     await node.nothing_left(image, "container")
 
@@ -280,7 +280,7 @@ async def test_a_pull_goes_on_after_a_power_cut_with_whole_layers(node: Node) ->
         await pinned(room, image.ref, seconds=60)
         with grave.wrong_bytes():
             assert node.damaged(low, high) == []
-        assert room.reconciler.durability.counts.unpacked_again == 1
+        assert room.reconciler.durability.unpacked_again == 1
         await durable(node, room, 2)
     # The layer that was complete is not fetched again.
     assert rig.gate.blob_bytes < len(high.packed) + len(low.packed) // 2

@@ -120,7 +120,6 @@ async def test_higher_priority_takes_the_pin_budget(rig: Rig) -> None:
 
     assert not row.pinned
     assert any(skip.reason == "pin_budget" and skip.ref == low.ref for skip in plan.skips)
-    assert plan.pinned_bytes <= 12 * MB
 
 
 # --- two at a time --------------------------------------------------------------------------------
