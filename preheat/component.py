@@ -134,7 +134,7 @@ class Preheat:
             await self._drop_notes(ref)
             expires = time.time() + self.reconciler.section.partial_keep
             await self.reconciler.runtime.begin(
-                base.Hold(*("", "pull", ref, "operator"), keep=keep, expires=expires)
+                base.Hold("pull", ref, "operator", keep=keep, expires=expires)
             )
             self._hurry(ref)
         return await self._after(ref)
@@ -148,7 +148,7 @@ class Preheat:
             if target is not None:
                 await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)
-                hold = base.Hold("", "pin", ref, "operator", target, keep="always")
+                hold = base.Hold("pin", ref, "operator", target, keep="always")
                 self.reconciler.healer.remember(await self.reconciler.runtime.pin(hold))
         if target is None:
             return await self.preheat(ref)

@@ -257,12 +257,13 @@ def findings(reconciler: Reconciler) -> list[Finding]:
     if reconciler.trouble:
         advice = "check that it runs and that preheat.socket is its socket; pins stay in place"
         find(Severity.CRITICAL, "runtime", "container runtime", reconciler.trouble, advice)
-    if runtime.rests > SHORT_REST_SECONDS:
+    if runtime.connection.breaker.rests > SHORT_REST_SECONDS:
         find(
             Severity.CRITICAL,
             "breaker",
             "container runtime",
-            f"it went away after changing calls; the agent sends no more for {runtime.rests:.0f} s",
+            "it went away after changing calls; the agent sends no more for "
+            f"{runtime.connection.breaker.rests:.0f} s",
             "look for a panic in its log, and report it with the agent's log",
         )
     for ref in reconciler.healer.fights:
@@ -376,7 +377,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             "Images unpacked again because the node went down before they were durable.",
             reconciler.durability.unpacked_again,
         ),
-        "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
+        "breaker_trips": (
+            "Times the runtime went away on a changing call.",
+            runtime.connection.breaker.total,
+        ),
     }
     for name, (text, value) in values.items():
         yield counter(f"preheat_{name}", text, value)

@@ -71,15 +71,17 @@ async def _take(
         case "partial layers":
             await runtime.drop_partials(frozenset(inventory.ingests), ours_only=True)
         case "labels" if name.startswith(unpacked.DURABLE):
-            await runtime.note_durable(inventory.durable, durable=False)
+            await runtime.layers.note(inventory.durable, durable=False)
         case "labels":
             for digest in inventory.last_used:
                 await runtime.note_use(digest, None)
         case "mark":
-            await runtime.clear_marks([each for each in _stray(inventory) if each.name == name])
+            await runtime.marks.clear_stray(
+                [each for each in _stray(inventory) if each.name == name]
+            )
         case "lease":
             if name in inventory.unknown_holds:
-                await runtime.end(base.Hold(name, "note", "", "policy"))
+                await runtime.end(base.Hold("note", "", "policy", id=name))
         case _:
             for hold in inventory.holds:
                 if hold.id == name.partition(" ")[0]:
@@ -158,7 +160,7 @@ async def release_all(socket: Path, *, yes: bool) -> list[Trace]:
             await _take(runtime, inventory, trace.kind, trace.name)
         # Clearing the mark of one pin leaves it for another of the same image: look again.
         inventory = await runtime.inventory()
-        await runtime.clear_marks(_stray(inventory))
+        await runtime.marks.clear_stray(_stray(inventory))
         left = _traces(await runtime.inventory())
         if left:
             raise kit.errors.RefusedError(

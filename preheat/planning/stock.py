@@ -159,7 +159,7 @@ async def end_lost(runtime: containerd.Containerd, inventory: base.ImageInventor
         log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.target.digest)
         if hold.by == "operator":  # the request stays
             expires = time.time() + desired.REQUEST_SECONDS
-            request = base.Hold(*("", "pull", hold.ref, hold.by), keep=hold.keep, expires=expires)
+            request = base.Hold("pull", hold.ref, hold.by, keep=hold.keep, expires=expires)
             await runtime.begin(request)
         await runtime.unpin(hold)
         lost = True

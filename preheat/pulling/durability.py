@@ -236,7 +236,7 @@ class Durability:
         if not which:  # an image with the same layers came first
             return True
         try:
-            await self._runtime.unpack_again(shape.layers, which, UNPACK_SECONDS)
+            await self._runtime.layers.again(shape.layers, which, UNPACK_SECONDS)
         except _ERRORS as error:
             attempts = self.troubles[digest].attempts + 1 if digest in self.troubles else 1
             wait = kit.pause.grown(attempts, RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS)
@@ -258,7 +258,7 @@ class Durability:
         self._sync_at = time.monotonic() + SYNC_EVERY_SECONDS
         try:
             await kit.child.call(syscalls.syncfs, images_path, deadline=SYNC_SECONDS)
-            await self._runtime.note_durable(sorted(layers))
+            await self._runtime.layers.note(sorted(layers), durable=True)
         except _ERRORS as error:
             log.warning("layers are not known to be durable", error=str(error))
             return False

@@ -187,10 +187,9 @@ class Puller:
 
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
-            id="",
-            role="pull",
-            ref=self._ref.text,
-            by=self._request.by,
+            "pull",
+            self._ref.text,
+            self._request.by,
             keep=self._request.keep,
             expires=time.time() + self._section.partial_keep,
         )
@@ -311,7 +310,7 @@ class Puller:
         """PullImage; cancelled when it makes no progress, so that a new attempt can begin."""
         deadline = self._section.attempt_timeout
         pull = asyncio.create_task(
-            self._runtime.pull(self._ref.text, login, hold, deadline), name="PullImage"
+            self._runtime.cri.pull(self._ref.text, login, hold.id, deadline), name="PullImage"
         )
         try:
             last, since = self.progress.bytes_done, time.monotonic()
@@ -390,11 +389,10 @@ class Puller:
             raise PullError(self._ref.text, Kind.RUNTIME, text)
         return await self._runtime.pin(
             base.Hold(
-                id="",
-                role="pin",
-                ref=self._ref.text,
-                by=self._request.by,
-                target=target,
+                "pin",
+                self._ref.text,
+                self._request.by,
+                target,
                 image_id=image_id if manifest.is_digest(image_id) else "",
                 keep=self._request.keep,
             )

@@ -383,12 +383,12 @@ class Reconciler:
                 await self.runtime.end(hold)
 
     async def note(self, ref: str, by: base.By, state: str) -> None:
-        await self.runtime.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
+        await self.runtime.begin(base.Hold("note", ref, by, state=state))
 
     async def _note_expired(self, holds: Iterable[base.Hold], pin: base.Hold) -> None:
         """Before the pin goes: without the note the next cycle would pin the image again."""
         note = base.Hold(
-            *("", "note", pin.ref, "policy", pin.target), state="expired", created=time.time()
+            "note", pin.ref, "policy", pin.target, state="expired", created=time.time()
         )
         for old in holds:
             if (old.role, old.ref, old.state) == (note.role, note.ref, note.state):
@@ -403,7 +403,7 @@ class Reconciler:
         target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold(*("", "pin", request.ref, request.by, target), keep=request.keep)
+        hold = base.Hold("pin", request.ref, request.by, target, keep=request.keep)
         self.healer.remember(await self.runtime.pin(hold))
         log.info("image pinned", image=request.ref, by=request.by)
         self.wake()

@@ -86,7 +86,6 @@ class Hold:
     says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``).
     """
 
-    id: str
     role: Role
     ref: str
     by: By
@@ -97,6 +96,7 @@ class Hold:
     keep: str = ""  # the pin rule as desired.Request writes it
     created: float = 0.0
     expires: float | None = None
+    id: str = ""  # the runtime's, see ``hold_id``; empty: not made yet
 
 
 def hold_id(hold: Hold) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -105,20 +105,19 @@ _CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
 }
 
 
-class Containerd(cri.CriRuntime):
+class Containerd:
     """One containerd with its CRI plugin. Coroutines raise RuntimeCallError or a subclass."""
 
     def __init__(self, socket: Path) -> None:
-        super().__init__(socket)
+        self.connection = cri.Connection(socket)
+        self.cri = cri.Cri(self.connection)
+        self.marks = marks.Marks(self.connection)
+        self.layers = unpacked.Unpacked(self.connection, self._snapshot)
+        self._leases = leases.Leases(self.connection)
         self._snapshotter = SNAPSHOTTER  # the one that CRI unpacks into
         self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
-        self._remote: frozenset[str] = frozenset()  # chain ids
-        self._durable: frozenset[str] = frozenset()  # chain ids
         # Seconds after which containerd itself ends pins and notes that no agent renews.
         self.release_after: float | None = None
-        self._leases = leases.Leases(self.connection)
-        self._marks = marks.Marks(self.connection)
-        self._layers = unpacked.Unpacked(self.connection, self._snapshot)
         self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
@@ -133,20 +132,23 @@ class Containerd(cri.CriRuntime):
         """Whether it tells the kubelet which images are pinned; None while not known.
 
         Found by trying at the first pin. Pins that expire have no label, which never would."""
-        return False if self.release_after is not None else self._marks.honoured
+        return False if self.release_after is not None else self.marks.honoured
 
     async def connect(self) -> str:
         answer = await self.connection.read(api.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         if answer.version != self._version:
-            self._marks.honoured = None  # another version may honour what the last one did not
+            self.marks.honoured = None  # another version may honour what the last one did not
         self._checked = False
         self._version = answer.version
-        paths = await self._image_paths(deadline=cri.PROBE_SECONDS)
+        paths = await self.cri.image_paths(deadline=cri.PROBE_SECONDS)
         self._images_path = paths[-1] if paths else self._images_path
         name = self._images_path.rpartition(_SNAPSHOTTER_PATH)[2]
         if name != self._images_path and "/" not in name:
             self._snapshotter = name
         return f"containerd {answer.version}"
+
+    async def close(self) -> None:
+        await self.connection.close()
 
     # --- what it has ------------------------------------------------------------------------------
 
@@ -176,13 +178,13 @@ class Containerd(cri.CriRuntime):
             for each in await self._records()
         )
         return base.ImageInventory(
-            in_use=await self._images_in_use(records),
+            in_use=await self.cri.images_in_use(records),
             records=records,
             content=content,
-            snapshots=snapshots,
-            remote=self._remote,
-            durable=self._durable,
-            listed=await self._listed(),
+            snapshots=frozenset(snapshots),
+            remote=frozenset(d for d, labels in snapshots.items() if is_remote(labels)),
+            durable=frozenset(d for d, labels in snapshots.items() if labels.get(unpacked.DURABLE)),
+            listed=await self.cri.listed(),
             ingests=await self.ingests(),
             holds=tuple(hold for lease in found_leases if (hold := api.hold_of(lease)) is not None),
             newer_holds=sum(api.is_newer(lease) for lease in found_leases),
@@ -191,32 +193,25 @@ class Containerd(cri.CriRuntime):
             images_path=self._images_path,
         )
 
-    async def _snapshots(self, names: Iterable[str]) -> frozenset[str]:
-        """Chain ids of all unpacked layers, whichever of these snapshotters has them."""
-        found: set[str] = set()
+    async def _snapshots(self, names: Iterable[str]) -> dict[str, Mapping[str, str]]:
+        """The labels of unpacked layers by chain id, whichever of these snapshotters has them."""
+        found: dict[str, Mapping[str, str]] = {}
         elsewhere: dict[str, str] = {}
-        remote: set[str] = set()
-        durable: set[str] = set()
         for name in names:
             listing = pb.ListSnapshotsRequest(snapshotter=name)
             try:
                 async for part in self.connection.stream(api.LIST_SNAPSHOTS, listing):
                     for each in part.info:
                         if each.kind == pb.COMMITTED and each.name not in found:
-                            found.add(each.name)
-                            if is_remote(each.labels):
-                                remote.add(each.name)
-                            if each.labels.get(unpacked.DURABLE, ""):
-                                durable.add(each.name)
+                            found[each.name] = dict(each.labels)
                             if name != self._snapshotter:
                                 elsewhere[each.name] = name
             except (base.RuntimeGoneError, base.RuntimeSlowError):
                 raise
             except base.RuntimeCallError as error:  # it was taken out of containerd's settings
                 log.debug("snapshotter does not answer", name=name, error=str(error))
-        self._unpacked, self._remote = elsewhere, frozenset(remote)
-        self._durable = frozenset(durable)
-        return frozenset(found)
+        self._unpacked = elsewhere
+        return found
 
     async def ingests(self) -> dict[str, base.Ingest]:
         """Half-fetched blobs by digest, whoever fetches them."""
@@ -295,17 +290,6 @@ class Containerd(cri.CriRuntime):
         with allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
             await self.connection.change(api.UPDATE_CONTENT, request)
 
-    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
-        """Store that these layers are durable, or that nothing is known of them."""
-        await self._layers.note(chain_ids, durable=durable)
-
-    async def unpack_again(
-        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
-    ) -> None:
-        """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
-        top of them for a pull to bring them. ``deadline``: seconds for one layer."""
-        await self._layers.again(layers, which, deadline)
-
     # --- holds ------------------------------------------------------------------------------------
 
     async def begin(self, hold: base.Hold) -> base.Hold:
@@ -319,14 +303,6 @@ class Containerd(cri.CriRuntime):
 
         After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
-
-    # --- pull -------------------------------------------------------------------------------------
-
-    async def pull(
-        self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
-    ) -> str:
-        """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
-        return await self._pull_image(ref, login, hold.id, deadline)
 
     async def write(
         self,
@@ -410,7 +386,7 @@ class Containerd(cri.CriRuntime):
         hold = await self.begin(hold)
         await self._leases.add(hold.id, leases.content(digest))
         if self.release_after is None:
-            await self._marks.set(hold)
+            await self.marks.set(hold)
         return hold
 
     async def unpin(self, hold: base.Hold) -> None:
@@ -420,12 +396,8 @@ class Containerd(cri.CriRuntime):
             for each in await self._leases.holds()
         )
         if not shared:
-            await self._marks.clear(hold)
+            await self.marks.clear(hold)
         await self._leases.delete(hold.id)
-
-    async def clear_marks(self, records: Sequence[base.Record]) -> None:
-        """Clear marks of ours on records."""
-        await self._marks.clear_stray(records)
 
     async def tend(self, inventory: base.ImageInventory) -> bool:
         """Put right what an interrupted or removed agent left: pins without their content or mark,
@@ -440,7 +412,7 @@ class Containerd(cri.CriRuntime):
                 return True
         mends = decide(inventory, self.honours_pins, self.release_after, time.time())
         for hold in mends.unmarked:
-            await self._marks.set(hold)
+            await self.marks.set(hold)
         for hold in mends.renew:
             expires = None if self.release_after is None else time.time() + self.release_after
             await self._leases.renew(hold, dataclasses.replace(hold, expires=expires))
@@ -449,7 +421,7 @@ class Containerd(cri.CriRuntime):
             held = {hold.image_id for hold in await self._leases.holds() if hold.role == "pin"}
             gone = self.honours_pins is False
             stray = [each for each in mends.stray if gone or each.name not in held]
-            changes += await self._marks.clear_stray(stray)
+            changes += await self.marks.clear_stray(stray)
         return bool(changes)
 
     async def _complete_pins(self, inventory: base.ImageInventory) -> int:

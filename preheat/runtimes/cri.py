@@ -366,31 +366,16 @@ PULL_IMAGE = Method(
 )
 
 
-class CriRuntime:
+class Cri:
     """What containerd answers through CRI."""
 
-    def __init__(self, socket: Path) -> None:
-        self.connection = Connection(socket)
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         # Of each container; they never change.
         self._volumes: dict[str, frozenset[str]] = {}
 
-    @property
-    def trips(self) -> int:
-        """How often the runtime went away on a changing call."""
-        return self.connection.breaker.total
-
-    @property
-    def rests(self) -> float:
-        """Seconds until changing calls are allowed again; 0 when they are."""
-        return self.connection.breaker.rests
-
-    async def close(self) -> None:
-        await self.connection.close()
-
-    async def _pull_image(
-        self, ref: str, login: base.Login | None, lease: str, deadline: float
-    ) -> str:
-        """CRI's PullImage; the image id that the runtime gives."""
+    async def pull(self, ref: str, login: base.Login | None, lease: str, deadline: float) -> str:
+        """Pull under a lease; the image id. The lease keeps the bytes if cancelled."""
         request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
         if login is not None:  # this message has a repr, Login has none: do not pass it on
             request.auth.CopyFrom(
@@ -406,19 +391,19 @@ class CriRuntime:
         )
         return answer.image_ref
 
-    async def _image_paths(self, deadline: float = READ_SECONDS) -> list[str]:
+    async def image_paths(self, deadline: float = READ_SECONDS) -> list[str]:
         """The directories in which the runtime keeps images."""
         info = await self.connection.read(IMAGE_FS_INFO, Empty(), deadline)
         return [each.fs_id.mountpoint for each in info.image_filesystems if each.HasField("fs_id")]
 
-    async def _listed(self) -> frozenset[str]:
+    async def listed(self) -> frozenset[str]:
         """The names of all images, as the kubelet hears them."""
         answer = await self.connection.read(LIST_IMAGES, Empty())
         return frozenset(
             name for each in answer.images for name in (*each.repo_tags, *each.repo_digests)
         )
 
-    async def _images_in_use(self, records: Sequence[base.Record]) -> frozenset[str]:
+    async def images_in_use(self, records: Sequence[base.Record]) -> frozenset[str]:
         """The image ids of all containers, and of the images that they have as volumes."""
         answer = await self.connection.read(LIST_CONTAINERS, Empty())
         ids = {each.id for each in answer.containers}

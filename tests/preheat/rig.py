@@ -209,9 +209,9 @@ async def idle(room: Preheat) -> None:
 
 async def brought(box: adapter.Containerd, image: Image) -> None:
     """A pull and its pin, as ``pull`` makes them."""
-    hold = await box.begin(base.Hold("", "pull", image.ref, "policy", keep="always"))
-    image_id = await box.pull(image.ref, None, hold, 60.0)
+    hold = await box.begin(base.Hold("pull", image.ref, "policy", keep="always"))
+    image_id = await box.cri.pull(image.ref, None, hold.id, 60.0)
     target = (await box.inventory()).target_of(image.ref)
-    wanted = base.Hold("", "pin", image.ref, "policy", target, image_id=image_id, keep="always")
+    wanted = base.Hold("pin", image.ref, "policy", target, image_id=image_id, keep="always")
     await box.pin(wanted)
     await box.end(hold)

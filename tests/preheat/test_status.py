@@ -199,7 +199,6 @@ class StillRuntime:
 
     honours_pins: bool | None = True
     release_after: float | None = None
-    trips, rests = 0, 0.0
 
     def __init__(self, folder: Path, last_used: dict[str, float]) -> None:
         self.shape = shape_of("a", "b")
@@ -208,7 +207,8 @@ class StillRuntime:
 
     async def inventory(self) -> base.ImageInventory:
         hold = base.Hold(
-            *("nodeagent-pin-1", "pin", REF, "policy", self.shape.top),
+            *("pin", REF, "policy", self.shape.top),
+            id="nodeagent-pin-1",
             image_id=self.shape.image_id,
             names=(REF,),
             created=1.0,

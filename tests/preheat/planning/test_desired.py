@@ -20,7 +20,7 @@ def section(**more: Any) -> settings.PreheatSettings:
 
 
 def hold(role: Any, by: Any, state: str = "", keep: str = "") -> base.Hold:
-    return base.Hold(f"nodeagent-{role}-1", role, REF, by, state=state, keep=keep)
+    return base.Hold(role, REF, by, state=state, keep=keep, id=f"nodeagent-{role}-1")
 
 
 def test_gather_takes_the_images_of_this_node() -> None:

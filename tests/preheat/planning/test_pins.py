@@ -32,7 +32,7 @@ def record(name: str = ID, digest: str = DIGEST, **more: bool) -> base.Record:
 
 def pin(expires: float | None = None, image_id: str = ID) -> base.Hold:
     target = manifest.Target("t", DIGEST, 1)
-    return base.Hold("p", "pin", "r", "policy", target, image_id=image_id, expires=expires)
+    return base.Hold("pin", "r", "policy", target, image_id, expires=expires, id="p")
 
 
 def decide(

@@ -62,10 +62,10 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
         )
 
     assert loose() == frozenset()
-    assert loose(base.Hold("", "pin", "x", "policy", records[0].target)) == {A, B}
-    assert loose(base.Hold("", "pull", "y", "policy")) == {A, C}, "pulled, and not pinned yet"
-    assert loose(base.Hold("", "note", "y", "policy", state="done")) == {A, C}, "pin: never"
-    assert loose(base.Hold("", "note", "y", "operator", state="released")) == frozenset()
+    assert loose(base.Hold("pin", "x", "policy", records[0].target)) == {A, B}
+    assert loose(base.Hold("pull", "y", "policy")) == {A, C}, "pulled, and not pinned yet"
+    assert loose(base.Hold("note", "y", "policy", state="done")) == {A, C}, "pin: never"
+    assert loose(base.Hold("note", "y", "operator", state="released")) == frozenset()
     half_pulled = base.ImageInventory(snapshots=frozenset({A, B}), durable=frozenset({B}))
     assert durability.loose_layers(half_pulled) == {A}
 

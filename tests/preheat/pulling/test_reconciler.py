@@ -206,7 +206,10 @@ async def test_images_that_share_a_layer_under_a_limit_fetch_it_once(
         for each in images:
             await state(room, each.ref, "ready", seconds=60)
             await pinned(room, each.ref)
-        trips, failed = room.reconciler.runtime.trips, dict(room.reconciler.totals.failed)
+        trips, failed = (
+            room.reconciler.runtime.connection.breaker.total,
+            dict(room.reconciler.totals.failed),
+        )
 
     resumed = [
         int(seen.range.removeprefix("bytes=").rstrip("-"))

@@ -57,7 +57,7 @@ def test_lease_labels_give_the_hold_back(
 
 
 def test_lease_of_a_newer_agent_is_not_ours() -> None:
-    hold = base.Hold("x", "pin", "r.e/a:b", "policy", manifest.Target("t", DIGEST, 5))
+    hold = base.Hold("pin", "r.e/a:b", "policy", manifest.Target("t", DIGEST, 5), id="x")
     labels = api.lease_labels(hold)
     assert not api.is_newer(pb.Lease(id="x", labels=labels))
     older = {key: value for key, value in labels.items() if key != "nodeagent/format"}
@@ -70,7 +70,7 @@ def test_lease_of_a_newer_agent_is_not_ours() -> None:
 def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     def lease(role: Any, digest: str) -> str:
         target = manifest.Target("t", digest, 1)
-        return base.hold_id(base.Hold("", role, "r.e/a:b", "policy", target))
+        return base.hold_id(base.Hold(role, "r.e/a:b", "policy", target))
 
     assert lease("pin", "sha256:1") != lease("pin", "sha256:2")
     assert lease("pull", "sha256:1") == lease("pull", "sha256:2")
@@ -225,8 +225,8 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     """A well-formed call whose runtime dies under it: the next changing call is not even sent."""
     image = rig.push("fw/break:v1", size=8_000_000)
     rig.gate.rate = 2_000_000
-    hold = await box.begin(base.Hold(id="", role="pull", ref=image.ref, by="operator"))
-    pull = asyncio.create_task(box.pull(image.ref, None, hold, 60.0))
+    hold = await box.begin(base.Hold("pull", image.ref, "operator"))
+    pull = asyncio.create_task(box.cri.pull(image.ref, None, hold.id, 60.0))
     await until(lambda: rig.gate.blob_bytes > 500_000)
     rig.daemon.kill()
     with pytest.raises(base.RuntimeGoneError):
@@ -234,8 +234,8 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     with pytest.raises(base.BreakerOpenError):
         await box.end(hold)
     rig.daemon.start()
-    await until(lambda: not box.rests)
+    await until(lambda: not box.connection.breaker.rests)
     await box.connect()
     await box.end(hold)
 
-    assert box.trips == 1
+    assert box.connection.breaker.total == 1
