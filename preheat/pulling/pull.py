@@ -22,7 +22,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import structlog
@@ -44,17 +44,56 @@ INGESTS_AT_ONCE = 2
 BURST_SECONDS = 0.25
 
 
-@dataclass
 class PullProgress:
-    """What a running pull shows; bytes are compressed, as they are fetched."""
+    """What a running pull shows; bytes are compressed, as they are fetched.
 
-    began_with: int  # bytes that the node had when the pull started
-    bytes_total: int
-    bytes_done: int = 0
-    phase: str = "fetching"  # fetching, unpacking, pinning
-    layers: dict[str, tuple[int, int]] = field(default_factory=dict)  # digest -> done, total
-    layers_unpacked: int = 0
-    started: float = field(default_factory=time.time)
+    ``shape``: None when only the runtime knows what it pulls. ``fetch``: bytes that the node lacks.
+    """
+
+    def __init__(self, shape: manifest.Shape | None, fetch: int) -> None:
+        self._shape = shape
+        self.bytes_total = 0 if shape is None else shape.bytes_total
+        self.began_with = max(0, self.bytes_total - fetch)
+        self.bytes_done = 0
+        self.phase = "fetching"  # fetching, unpacking, pinning
+        layers = () if shape is None else shape.layers
+        self.layers = {layer.digest: (0, layer.size) for layer in layers}  # done, total
+        self.layers_unpacked = 0
+        self.started = time.time()
+        self.seen: dict[str, int] = {}  # bytes of layers that nobody told us of
+        self.foreign: set[str] = set()  # layers that the runtime fetches for somebody else
+        self.mounted = 0  # bytes of layers that count as here and were not fetched
+        self._theirs: dict[str, int] = {}
+
+    def note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
+        """Without a lookup the layers are those that the runtime is seen to fetch."""
+        for digest, ingest in ingests.items():
+            self.seen[digest] = max(self.seen.get(digest, 0), ingest.offset)
+        self.bytes_done = sum(self.seen.values())
+        self.phase = "unpacking" if self.seen and not ingests else "fetching"
+
+    def note_layers(self, states: Mapping[str, base.LayerState]) -> None:
+        assert self._shape is not None
+        for layer in self._shape.layers:
+            state = states[layer.digest]
+            self.layers[layer.digest] = (min(state.here, layer.size), layer.size)
+            if state.theirs is not None:
+                # It grows while we write the same layer: somebody waits for it.
+                known = self._theirs.get(layer.digest, state.theirs)
+                if state.theirs > known or state.theirs == layer.size:
+                    self.foreign.add(layer.digest)
+                self._theirs[layer.digest] = state.theirs
+        self.mounted = sum(s.size for s in self._shape.layers if states[s.digest].remote)
+        here = sum(done for done, _ in self.layers.values())
+        complete = here == sum(total for _, total in self.layers.values())
+        documents = self.bytes_total - sum(layer.size for layer in self._shape.layers)
+        self.layers_unpacked = sum(state.unpacked for state in states.values())
+        self.phase = "unpacking" if complete else "fetching"
+        self.bytes_done = min(self.bytes_total, here + (documents if complete else 0))
+
+    def pulled(self) -> None:
+        self.bytes_done = max(self.bytes_total, self.bytes_done)
+        self.phase = "pinning"
 
 
 class Limiter:
@@ -136,42 +175,26 @@ class Puller:
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
         self._find_logins = find
-        layers = self._shape.layers if self._shape is not None else ()
-        total = self._shape.bytes_total if self._shape is not None else 0
-        self.progress = PullProgress(
-            began_with=max(0, total - request.fetch),
-            bytes_total=total,
-            layers={layer.digest: (0, layer.size) for layer in layers},
-        )
-        self._seen: dict[str, int] = {}  # bytes of layers that nobody told us of
-        self._theirs: dict[str, int] = {}
-        self._foreign: set[str] = set()
-        self._mounted = 0  # bytes of layers that count as here and were not fetched
-        self.fetched = 0  # bytes that this pull brought
-        self._before = 0
+        self._layers = () if self._shape is None else self._shape.layers
+        self.progress = PullProgress(self._shape, request.fetch)
+        self._before: int | None = None  # bytes that were here when it began to fetch
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
         hold = await self._begin()
-        before: int | None = None
         try:
             await self._update_progress()
-            before = self._before = self.progress.bytes_done
-            with self._writers.demand(self._shape.layers if self._shape is not None else ()):
+            self._before = self.progress.bytes_done
+            with self._writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
             await self._update_progress()
-            self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
-            self.progress.phase = "pinning"
+            self.progress.pulled()
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
             raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
-        finally:  # an attempt that failed or was cancelled has fetched, too
-            if before is not None:
-                done = self.progress.bytes_done - self._mounted
-                self.fetched = max(0, done - before)
         await self._end(hold)
         return pin
 
@@ -183,7 +206,14 @@ class Puller:
     @property
     def moved(self) -> bool:
         """Whether this attempt brought bytes that stay."""
-        return self.progress.bytes_done > self._before
+        return self.progress.bytes_done > (self._before or 0)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that it brought; an attempt that failed or was cancelled has fetched, too."""
+        if self._before is None:
+            return 0
+        return max(0, self.progress.bytes_done - self.progress.mounted - self._before)
 
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
@@ -214,8 +244,7 @@ class Puller:
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
-                layers = self._shape.layers if self._shape is not None else ()
-                digests = frozenset(layer.digest for layer in layers) | self._seen.keys()
+                digests = frozenset(self.progress.layers) | self.progress.seen.keys()
                 await self._runtime.drop_partials(digests)
         return error
 
@@ -275,7 +304,7 @@ class Puller:
         (stream, chunk), _ = await credentials.attempt(self._find, start)
         async with contextlib.aclosing(stream):
             while chunk is not None:
-                if layer.digest in self._foreign:
+                if layer.digest in self.progress.foreign:
                     raise _Foreign
                 # An empty chunk is one that the registry sent although it is here already.
                 await self._limit.take(len(chunk) or registry.CHUNK)
@@ -339,45 +368,15 @@ class Puller:
         """A runtime that does not answer is asked again soon."""
         try:
             if self._shape is None:
-                self._note_ingests(await self._runtime.ingests())
-                return
-            states = await self._runtime.progress(self._shape.layers)
+                self.progress.note_ingests(await self._runtime.ingests())
+            else:
+                self.progress.note_layers(await self._runtime.progress(self._layers))
         except base.RuntimeCallError:
             return
-        if states:
-            self._note_layers(self._shape, states)
-
-    def _note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
-        """Without a lookup the layers are those that the runtime is seen to fetch."""
-        for digest, ingest in ingests.items():
-            self._seen[digest] = max(self._seen.get(digest, 0), ingest.offset)
-        self.progress.bytes_done = sum(self._seen.values())
-        self.progress.phase = "unpacking" if self._seen and not ingests else "fetching"
-
-    def _note_layers(self, shape: manifest.Shape, states: Mapping[str, base.LayerState]) -> None:
-        progress = self.progress
-        for layer in shape.layers:
-            state = states[layer.digest]
-            progress.layers[layer.digest] = (min(state.here, layer.size), layer.size)
-            if state.theirs is not None:
-                # It grows while we write the same layer: somebody waits for it.
-                known = self._theirs.get(layer.digest, state.theirs)
-                if state.theirs > known or state.theirs == layer.size:
-                    self._foreign.add(layer.digest)
-                self._theirs[layer.digest] = state.theirs
-        self._mounted = sum(s.size for s in shape.layers if states[s.digest].remote)
-        here = sum(done for done, _ in progress.layers.values())
-        everything = sum(total for _, total in progress.layers.values())
-        complete = here == everything
-        documents = progress.bytes_total - sum(layer.size for layer in shape.layers)
-        progress.layers_unpacked = sum(state.unpacked for state in states.values())
-        progress.phase = "unpacking" if complete else "fetching"
-        progress.bytes_done = min(progress.bytes_total, here + (documents if complete else 0))
 
     # --- afterwards -------------------------------------------------------------------------------
 
     async def _pin(self, image_id: str) -> base.Hold | None:
-        self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
         if self._request.keep == "never":
             return None
         # The tag may have moved since the lookup: pin what the runtime has for it now.
