@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,6 @@ SOCKETS = (
     Path("/run/containerd/containerd.sock"),
     Path("/run/k3s/containerd/containerd.sock"),
 )
-
-
-@contextlib.asynccontextmanager
-async def _runtime(socket: Path) -> AsyncIterator[containerd.Containerd]:
-    made = containerd.Containerd(socket)
-    try:
-        await made.connect()
-        yield made
-    finally:
-        await made.close()
 
 
 def _stray(inventory: base.ImageInventory) -> list[base.Record]:
@@ -121,7 +110,7 @@ def _listens(path: Path) -> bool:
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     async def look(socket: Path) -> list[Trace]:
-        async with _runtime(socket) as runtime:
+        async with containerd.connected(socket) as (runtime, _):
             return _traces(await runtime.inventory())
 
     running, ended = sockets(section)
@@ -138,7 +127,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
     async def take(socket: Path) -> None:
-        async with _runtime(socket) as runtime:
+        async with containerd.connected(socket) as (runtime, _):
             await _take(runtime, await runtime.inventory(), kind, name)
 
     for each in sockets(section)[0]:
@@ -151,7 +140,7 @@ async def release_all(socket: Path, *, yes: bool) -> list[Trace]:
     May be repeated when it was interrupted. Raises RuntimeCallError, and RefusedError when there is
     something again afterwards: an agent works on this runtime.
     """
-    async with _runtime(socket) as runtime:
+    async with containerd.connected(socket) as (runtime, _):
         inventory = await runtime.inventory()
         found = _traces(inventory)
         if not yes:

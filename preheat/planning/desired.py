@@ -159,7 +159,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
                 released="released" in states,
                 paused="paused" in states,
                 done="done" in states,
-                expired=expired.target.digest if expired and expired.target else "",
+                expired=expired.digest if expired else "",
                 expired_at=expired.created if expired else 0.0,
             )
     return found

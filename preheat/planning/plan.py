@@ -53,7 +53,7 @@ def hurdle(facts: Facts, now: float) -> str:
         return "was pulled once and removed since; 'pin: never' does not fetch it again"
     # What the runtime lost cannot be healed, only pulled.
     healable = request.fetch == 0
-    if healable and any(hold.target and hold.target.digest == facts.digest for hold in facts.pins):
+    if healable and facts.digest in (hold.digest for hold in facts.pins):
         # A pull would bypass the limit of heals.
         return "removed from the runtime although pinned; waiting for the next heal"
     untold = lookup is not None and lookup.leaves_it_to_the_runtime

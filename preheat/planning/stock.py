@@ -99,7 +99,7 @@ class ImageUses:
         using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
         # What an earlier agent noted was counted by it.
         before = set(inventory.last_used) & using if self._before is None else self._before
-        ours = {hold.target.digest for hold in inventory.held("pin") if hold.target}
+        ours = {hold.digest for hold in inventory.held("pin")}
         self.used_bytes += sum(shapes[digest].bytes_total for digest in (using - before) & ours)
         noted = (using | before) & set(shapes)
         for digest in noted:
@@ -122,19 +122,17 @@ async def pinned(
     """The pins of an inventory as what the plan decides about."""
     found = []
     for hold in inventory.held("pin"):
-        if hold.target is None:
-            continue
-        shape = inventory.shapes.get(hold.target.digest)
+        shape = inventory.shapes.get(hold.digest)
         request = requests.get(hold.ref)
         source = request or Request(hold.ref, hold.by, hold.keep)
-        used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
+        used = max(inventory.last_used.get(hold.digest, 0.0), hold.created)
         keep = desired.keep_seconds(source.keep)
         in_use = hold.image_id in inventory.in_use
         found.append(
             plan.Pinned(
                 hold=hold.id,
                 ref=hold.ref,
-                digest=hold.target.digest,
+                digest=hold.digest,
                 rank=dataclasses.replace(source, last_used=used).rank,
                 parts={} if shape is None else await local.parts(shape, inventory),
                 in_use=in_use,
@@ -151,12 +149,12 @@ async def end_lost(runtime: containerd.Containerd, inventory: base.ImageInventor
     """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
     lost = False
     for hold in inventory.held("pin"):
-        if hold.target is None or hold.target.digest in inventory.content:
+        if hold.digest in inventory.content:
             continue
         with allowing("NOT_FOUND"):
-            await runtime.read(hold.target.digest)
+            await runtime.read(hold.digest)
             continue  # it was pinned since the inventory
-        log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.target.digest)
+        log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.digest)
         if hold.by == "operator":  # the request stays
             expires = time.time() + desired.REQUEST_SECONDS
             request = base.Hold("pull", hold.ref, hold.by, keep=hold.keep, expires=expires)

@@ -110,7 +110,7 @@ class DurabilityTrouble:
 
 def loose_layers(inventory: base.ImageInventory) -> frozenset[str]:
     """Layers not known to be durable, without those of images that only others pulled. Pure."""
-    ours = {hold.target.digest for hold in inventory.held("pin") if hold.target is not None}
+    ours = {hold.digest for hold in inventory.held("pin")}
     for hold in inventory.holds:  # pulled, and not pinned yet or not at all
         if hold.role == "pull" or hold.state == "done":
             ours.add(inventory.digest_of(hold.ref))

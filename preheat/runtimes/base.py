@@ -83,7 +83,8 @@ class Hold:
 
     ``pull``: a running or interrupted pull with all its bytes; it ends by itself at ``expires``.
     ``pin``: an image that garbage collection must not take. ``note``: keeps no bytes; its ``state``
-    says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``).
+    says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``). Each pin
+    of an inventory has a ``target``.
     """
 
     role: Role
@@ -98,13 +99,18 @@ class Hold:
     expires: float | None = None
     id: str = ""  # the runtime's, see ``hold_id``; empty: not made yet
 
+    @property
+    def digest(self) -> str:
+        """Of the target; empty without one."""
+        return "" if self.target is None else self.target.digest
+
 
 def hold_id(hold: Hold) -> str:
     """The same for equal holds of any agent: two agents make one.
 
     A note that the settings dropped an image stands beside what an operator said about it.
     """
-    own = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
+    own = hold.digest if hold.role == "pin" else ""
     if hold.role == "note" and hold.state == "dropped":
         own = hold.state
     key = hashlib.sha256(f"{hold.ref}\n{own}".encode()).hexdigest()[:24]

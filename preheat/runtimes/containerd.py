@@ -152,10 +152,6 @@ class Containerd:
 
     # --- what it has ------------------------------------------------------------------------------
 
-    async def _records(self, *filters: str) -> list[pb.Image]:
-        answer = await self.connection.read(api.LIST_IMAGES, pb.ListRequest(filters=filters))
-        return [each for each in answer.images if each.HasField("target")]
-
     async def inventory(self) -> base.ImageInventory:
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
@@ -174,8 +170,8 @@ class Containerd:
         snapshots = await self._snapshots(names)
         found_leases = await self._leases.all()
         records = tuple(
-            marks.record_of(each, base.Record(each.name, _target(each.target)))
-            for each in await self._records()
+            marks.record_of(each, _target(each.target))
+            for each in await api.images(self.connection)
         )
         return base.ImageInventory(
             in_use=await self.cri.images_in_use(records),
@@ -373,9 +369,7 @@ class Containerd:
 
     async def pin(self, hold: base.Hold) -> base.Hold:
         """Keep ``hold.target``; the hold, completed with its record names and image id."""
-        assert hold.target is not None
-        digest = hold.target.digest
-        names = [each.name for each in await self._records(f"target.digest=={digest}")]
+        names = [each.name for each in await api.images(self.connection, hold.digest)]
         # The tag may have moved since its pull: an id of another image must not name this one.
         ids = [name for name in names if manifest.is_digest(name)]
         image_id = hold.image_id if hold.image_id in ids or not ids else ids[0]
@@ -384,7 +378,7 @@ class Containerd:
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
         hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: api.MOST_NAMES]))
         hold = await self.begin(hold)
-        await self._leases.add(hold.id, leases.content(digest))
+        await self._leases.add(hold.id, leases.content(hold.digest))
         if self.release_after is None:
             await self.marks.set(hold)
         return hold
@@ -428,9 +422,9 @@ class Containerd:
         """Give a pin its content when whoever made the lease was interrupted before that."""
         count = 0
         for hold in inventory.held("pin"):
-            if hold.target is None or hold.id.endswith(leases.RENEWAL):
+            if hold.id.endswith(leases.RENEWAL):
                 continue
-            wanted = leases.content(hold.target.digest)
+            wanted = leases.content(hold.digest)
             held = await self._leases.resources(hold.id)
             if wanted not in held and await self._has_content(wanted.id):
                 await self._leases.add(hold.id, wanted)
@@ -470,6 +464,16 @@ class Containerd:
                 # The name is the same field of all three.
                 event = cri.decode(pb.ImageDelete, envelope.event.value, "an event of an image")
                 yield base.Change(event.name, how)
+
+
+@contextlib.asynccontextmanager
+async def connected(socket: Path) -> AsyncIterator[tuple[Containerd, str]]:
+    """The containerd at a socket while the block runs, and what it says it is."""
+    made = Containerd(socket)
+    try:
+        yield made, await made.connect()
+    finally:
+        await made.close()
 
 
 def is_remote(labels: Mapping[str, str]) -> bool:

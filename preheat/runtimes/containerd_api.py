@@ -22,13 +22,7 @@ from google.protobuf import field_mask_pb2
 from preheat.image import manifest
 from preheat.runtimes import base
 from preheat.runtimes import containerd_pb2 as pb
-from preheat.runtimes.cri import (
-    LARGEST_REQUEST,
-    Empty,
-    Method,
-    check_lease,
-    require,
-)
+from preheat.runtimes.cri import LARGEST_REQUEST, Connection, Empty, Method, check_lease, require
 
 # containerd's own limit for one label, key and value together.
 LARGEST_LABEL = 4096
@@ -207,6 +201,13 @@ CHANGING: tuple[Method[Any, Any], ...] = (
     *(CREATE_IMAGE, UPDATE_IMAGE, UPDATE_CONTENT, ABORT, WRITE),
     *(CREATE_LEASE, DELETE_LEASE, ADD_RESOURCE),
 )
+
+
+async def images(connection: Connection, digest: str = "") -> list[pb.Image]:
+    """All image records, or those of one image."""
+    filters = [f"target.digest=={digest}"] if digest else []
+    answer = await connection.read(LIST_IMAGES, pb.ListRequest(filters=filters))
+    return [each for each in answer.images if each.HasField("target")]
 
 
 # --- holds as leases ------------------------------------------------------------------------------

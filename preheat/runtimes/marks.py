@@ -7,11 +7,12 @@ label on other records of an image (the sandbox image); such an image is left as
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import structlog
 from google.protobuf import field_mask_pb2
 
+from preheat.image import manifest
 from preheat.runtimes import base, cri, cri_pb2
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
@@ -34,11 +35,11 @@ def labels() -> dict[str, str]:
     return dict.fromkeys((PINNED, OWN), _VALUE)
 
 
-def record_of(image: pb.Image, target: base.Record) -> base.Record:
+def record_of(image: pb.Image, target: manifest.Target) -> base.Record:
     """The record with what its labels say of pins."""
     return base.Record(
-        target.name,
-        target.target,
+        image.name,
+        target,
         pinned=image.labels.get(PINNED, "") == _VALUE,
         ours=bool(image.labels.get(OWN, "")),
     )
@@ -50,10 +51,6 @@ class Marks:
     def __init__(self, connection: cri.Connection) -> None:
         self._connection = connection
         self.honoured: bool | None = None
-
-    async def _records(self, digest: str) -> Sequence[pb.Image]:
-        request = pb.ListRequest(filters=[f"target.digest=={digest}"])
-        return (await self._connection.read(api.LIST_IMAGES, request)).images
 
     async def set(self, hold: base.Hold) -> None:
         """Mark a pinned image, unless the runtime is known not to tell the kubelet."""
@@ -70,9 +67,9 @@ class Marks:
 
     async def _write(self, hold: base.Hold, wanted: dict[str, str]) -> bool:
         """Give the image-id record the labels or none; False when there is nothing to write."""
-        if not hold.image_id or hold.target is None:
+        if not hold.image_id:
             return False
-        records = await self._records(hold.target.digest)
+        records = await api.images(self._connection, hold.digest)
         record = next((each for each in records if each.name == hold.image_id), None)
         others = (each for each in records if each.name != hold.image_id)
         if record is None or any(each.labels.get(PINNED, "") == _VALUE for each in others):
@@ -84,9 +81,8 @@ class Marks:
         """Clear marks of ours that no pin stands behind; how many there were."""
         count = 0
         for each in records:
-            found = [r for r in await self._records(each.target.digest) if r.name == each.name]
-            for record in found:
-                if record.labels.get(OWN, ""):
+            for record in await api.images(self._connection, each.target.digest):
+                if record.name == each.name and record.labels.get(OWN, ""):
                     await self._update(record, {})
                     count += 1
         return count
