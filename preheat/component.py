@@ -79,11 +79,11 @@ class Preheat:
         old = {each.ref: each for each in self.reconciler.section.images}
         new_logins = section.credentials != self.reconciler.section.credentials
         self.reconciler.section = section
-        self.reconciler.limit.rate = section.bytes_per_second
+        self.reconciler.pulls.limit.rate = section.bytes_per_second
         for each in section.images:
             if new_logins or old.get(each.ref) != each:
                 # On all nodes at once: each waits for its turn.
-                self.reconciler.turns.anew(each.ref, time.time())
+                self.reconciler.resolver.turns.anew(each.ref, time.time())
                 self._retry(each.ref)
         self.reconciler.wake()
 
@@ -180,7 +180,7 @@ class Preheat:
         """
         ref = _reference(text)
         async with self._asking():
-            await self.reconciler.halt(ref)
+            await self.reconciler.pulls.halt(ref)
             inventory = await self.reconciler.runtime.inventory()
             pins, pulls = inventory.held("pin", ref), inventory.held("pull", ref)
             request = self.reconciler.snapshot.requests.get(ref)
@@ -202,7 +202,7 @@ class Preheat:
         ref = self.show(text).ref
         async with self._asking():
             await self.reconciler.note(ref, "operator", "paused")
-            await self.reconciler.halt(ref)
+            await self.reconciler.pulls.halt(ref)
         return await self._after(ref)
 
     async def resume(self, text: str) -> status.Status:
@@ -228,11 +228,11 @@ class Preheat:
             await self.reconciler.runtime.end(hold)
 
     def _hurry(self, ref: str) -> None:
-        self.reconciler.turns.hurry(ref)
+        self.reconciler.resolver.turns.hurry(ref)
         self._retry(ref)
 
     def _retry(self, ref: str) -> None:
-        self.reconciler.failures.pop(ref, None)
+        self.reconciler.pulls.failures.pop(ref, None)
         self.reconciler.resolver.again(ref)
 
     @contextlib.asynccontextmanager

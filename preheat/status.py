@@ -97,7 +97,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
         shape = seen.inventory.shapes.get(request.digest)
     digest = shape.top.digest if shape is not None else here
     gone = {release.hold for release in seen.decided.releases}
-    failed = reconciler.failures.get(ref)
+    failed = reconciler.pulls.failures.get(ref)
     if failed is None and lookup is not None and not lookup.leaves_it_to_the_runtime:
         failed = lookup.failed
     state, reason = _state(reconciler, request, lookup, failed)
@@ -108,7 +108,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     done = max(0, total - missing)
     layers: tuple[dict[str, Any], ...] = ()
     speed, unpacked = 0.0, 0
-    running = reconciler.running.get(ref)
+    running = reconciler.pulls.running.get(ref)
     if running is not None:
         progress = running.progress
         done, unpacked = progress.bytes_done, progress.layers_unpacked
@@ -159,7 +159,7 @@ def _state(
     if lookup is not None and lookup.failed is not None and lookup.leaves_it_to_the_runtime:
         untold = f"the agent's lookup failed ({lookup.failed.message}), the runtime pulls it"
     skip = next((each for each in seen.decided.skips if each.ref == request.ref), None)
-    running = reconciler.running.get(request.ref)
+    running = reconciler.pulls.running.get(request.ref)
     if running is not None:
         phase = running.progress.phase
         return "unpacking" if phase == "unpacking" else "pulling", _joined(phase, untold)
@@ -229,7 +229,7 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
         "pinned_bytes": estimate.union(pin.parts for pin in seen.pinned),
         "pause": decided.pause,
         "pull": list(decided.pulls),
-        "running": sorted(reconciler.running),
+        "running": sorted(reconciler.pulls.running),
         "waiting": list(decided.waiting),
         "pin": list(decided.pins),
         "release": [
@@ -322,7 +322,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
 def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     """Each label has a fixed, small set of values."""
     seen, runtime, healer = reconciler.snapshot, reconciler.runtime, reconciler.healer
-    counts, totals = healer.counts, reconciler.totals
+    counts, totals = healer.counts, reconciler.pulls.totals
     rows = images(reconciler)
     states = [row.state for row in rows]
     missing = [
@@ -343,7 +343,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget,
         ),
         "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
-        "pulls_running": ("Pulls in progress.", len(reconciler.running)),
+        "pulls_running": ("Pulls in progress.", len(reconciler.pulls.running)),
         "disk_pressure": (
             "1 while the image disk is above the kubelet's thresholds.",
             seen.node is not None and seen.node.pressed,
@@ -372,7 +372,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "removals": ("Removals of pinned images by somebody else.", counts.removals),
         "pulls": ("Finished pulls.", totals.pulls),
         "fetched_bytes": ("Bytes fetched by pulls, failed attempts too.", totals.fetched_bytes),
-        "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
+        "registry_requests": (
+            "Requests of the agent to registries.",
+            reconciler.pulls.client.requests,
+        ),
         "images_unpacked_again": (
             "Images unpacked again because the node went down before they were durable.",
             reconciler.durability.unpacked_again,

@@ -49,7 +49,6 @@ LARGER = {
     "cache/work/jobs.py:Jobs": (13, 28),
     "kube/watching.py:Watch": (19, 16),
     "preheat/component.py:Preheat": (4, 23),
-    "preheat/pulling/reconciler.py:Reconciler": (26, 26),
     "preheat/runtimes/containerd.py:Containerd": (11, 31),
     "volumes/audit/service.py:Audit": (28, 31),
     "volumes/guard/controller.py:Controller": (27, 27),

@@ -1,4 +1,4 @@
-"""One pull: under a containerd lease, watched, limited, resumable; pinned before its lease ends.
+"""Pulls: each under a containerd lease, watched, limited, resumable; pinned before its lease ends.
 
 The runtime downloads and unpacks. Under a rate limit the agent fetches layers itself and writes
 them into the runtime's store first; so it does with those that it had begun.
@@ -11,18 +11,19 @@ once); when corrupt, the hold without the half-fetched layers.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
+    Collection,
     Iterable,
     Iterator,
     Mapping,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import structlog
@@ -31,6 +32,7 @@ from kit.bucket import Bucket
 from preheat import settings
 from preheat.image import manifest
 from preheat.planning import desired
+from preheat.pulling import heal
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver
 from preheat.registry.failure import Kind, PullError
@@ -40,6 +42,8 @@ log = structlog.get_logger("preheat")
 
 POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
+# After so many failed pulls of an image look-ups find out when the registry is back.
+PROBED_AFTER = 3
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25
 
@@ -153,28 +157,16 @@ class _Foreign(Exception):
 class Puller:
     """Pulls one requested image as its lookup describes it. ``run`` may be cancelled anywhere."""
 
-    def __init__(
-        self,
-        runtime: containerd.Containerd,
-        client: registry.Registry,
-        limit: Limiter,
-        writers: Writers,
-        section: settings.PreheatSettings,
-        request: desired.Request,
-        lookup: resolver.Lookup,
-        find: Callable[[bool], Awaitable[credentials.Found]],
-    ) -> None:
-        self._runtime = runtime
-        self._client = client
-        self._limit = limit
-        self._writers = writers
-        self._section = section
+    def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
+        lookup = pulls.lookups.of(request.ref)
+        assert lookup is not None
+        self._pulls = pulls
+        self._runtime, self._section = pulls.runtime, pulls.section
         self._request = request
         self._ref = lookup.ref
         self._shape = lookup.shape  # the lookup changes when the tag moves, this pull does not
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
-        self._find_logins = find
         self._layers = () if self._shape is None else self._shape.layers
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
@@ -185,7 +177,7 @@ class Puller:
         try:
             await self._update_progress()
             self._before = self.progress.bytes_done
-            with self._writers.demand(self._layers):
+            with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
             await self._update_progress()
@@ -258,7 +250,7 @@ class Puller:
         layers = [
             layer
             for layer in estimate.missing(self._shape, inventory)
-            if self._limit.rate
+            if self._pulls.limit.rate
             or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
         ]
         if not layers:
@@ -267,7 +259,7 @@ class Puller:
         slots = asyncio.Semaphore(INGESTS_AT_ONCE)
         try:
             async with asyncio.TaskGroup() as group:
-                for layer in self._writers.by_demand(layers):
+                for layer in self._pulls.writers.by_demand(layers):
                     group.create_task(self._layer(layer, hold, slots))
         except* (PullError, base.RuntimeCallError) as errors:
             raise errors.exceptions[0] from None
@@ -278,7 +270,7 @@ class Puller:
     async def _layer(
         self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
     ) -> None:
-        async with slots, self._writers.of(layer.digest):
+        async with slots, self._pulls.writers.of(layer.digest):
             try:
                 await self._runtime.write(
                     layer.digest,
@@ -292,13 +284,15 @@ class Puller:
 
     async def _find(self, fresh: bool) -> credentials.Found:
         """The logins of this moment: a pull takes hours, and logins expire."""
-        return await self._find_logins(fresh) if self._secret else credentials.Found()
+        if not self._secret:
+            return credentials.Found()
+        return await self._pulls.lookups.logins(self._ref, fresh=fresh)
 
     async def _source(self, layer: manifest.Layer, offset: int) -> AsyncIterator[bytes]:
         async def start(
             login: base.Login | None,
         ) -> tuple[AsyncGenerator[bytes, None], bytes | None]:
-            stream = self._client.blob(self._ref, layer.digest, offset, login)
+            stream = self._pulls.client.blob(self._ref, layer.digest, offset, login)
             return stream, await self._next(stream)
 
         (stream, chunk), _ = await credentials.attempt(self._find, start)
@@ -307,7 +301,7 @@ class Puller:
                 if layer.digest in self.progress.foreign:
                     raise _Foreign
                 # An empty chunk is one that the registry sent although it is here already.
-                await self._limit.take(len(chunk) or registry.CHUNK)
+                await self._pulls.limit.take(len(chunk) or registry.CHUNK)
                 yield chunk
                 chunk = await self._next(stream)
 
@@ -398,9 +392,142 @@ class Puller:
         )
 
 
+@dataclass
+class Totals:
+    """Counters since the start of the agent."""
+
+    pulls: int = 0
+    fetched_bytes: int = 0
+    failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
+
+
 @dataclass(frozen=True)
 class Running:
     """A pull in progress."""
 
     progress: PullProgress
     task: asyncio.Task[None]
+
+
+class Pulls:
+    """The pulls in progress, and how those before them ended."""
+
+    def __init__(
+        self,
+        runtime: containerd.Containerd,
+        client: registry.Registry,
+        lookups: resolver.Resolver,
+        healer: heal.Healer,
+        wake: Callable[[], None],
+    ) -> None:
+        self.runtime = runtime
+        self.client = client
+        self.lookups = lookups
+        self.limit = Limiter(self.section.bytes_per_second)
+        self.writers = Writers()
+        self.totals = Totals()
+        self.running: dict[str, Running] = {}
+        self.failures: dict[str, failure.PullFailure] = {}
+        # Those that ended well, and were not yet seen as an image; monotonic times of their ends.
+        self.unseen: dict[str, float] = {}
+        self._healer = healer
+        self._wake = wake
+
+    @property
+    def section(self) -> settings.PreheatSettings:
+        return self.lookups.turns.section
+
+    def keep(self, refs: Collection[str]) -> None:
+        """Forget what is not requested any more, and failures of what a tag named before."""
+        self.failures = {
+            ref: each
+            for ref, each in self.failures.items()
+            if ref in refs and each.concerns(self.lookups.digest(ref))
+        }
+        self.unseen = {ref: at for ref, at in self.unseen.items() if ref in refs}
+
+    def look_for(self, ref: str, inventory: base.ImageInventory, present: bool, why: str) -> None:
+        """A pull that ended well and brought no image waits like one that failed: else the next
+        would follow at once, for ever."""
+        known = self.failures.get(ref)
+        if present:
+            self.unseen.pop(ref, None)
+            if known is not None and known.kind is Kind.INCOMPLETE:
+                del self.failures[ref]
+        elif ref not in self.running and self.unseen.get(ref, math.inf) < inventory.asked:
+            del self.unseen[ref]
+            attempts = known.attempts + 1 if known is not None else 1
+            error = PullError(
+                ref, Kind.INCOMPLETE, f"the runtime says that it pulled it, but {why}"
+            )
+            log.warning("pull brought no image", image=ref, error=str(error))
+            self._failed(ref, error, attempts, self.lookups.digest(ref))
+            self._wake_for_retry(ref)
+
+    def start(self, request: desired.Request) -> None:
+        puller = Puller(self, request)
+        task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
+        self.running[request.ref] = Running(puller.progress, task)
+        log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
+
+    async def _run(self, request: desired.Request, puller: Puller) -> None:
+        ref = request.ref
+        try:
+            pin = await puller.run()
+            if pin is not None:
+                self._healer.remember(pin)
+            elif request.by == "policy":
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.runtime.begin(base.Hold("note", ref, "policy", state="done"))
+            known = self.failures.get(ref)
+            if known is not None and known.kind is not Kind.INCOMPLETE:  # that is not known yet
+                del self.failures[ref]
+            self.unseen[ref] = time.monotonic()
+            self.lookups.turns.answered(ref, time.time())
+            self.totals.pulls += 1
+            log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
+        except PullError as error:
+            known = self.failures.get(ref)
+            # Waits grow while nothing comes; a registry that breaks off brings something each time.
+            moved = error.kind is Kind.NETWORK and puller.moved
+            attempts = 1 if known is None or moved else known.attempts + 1
+            self._failed(ref, error, attempts, puller.digest)
+            log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
+            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
+                self.lookups.probe(ref)  # the tag or the login may have changed
+            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+                self.lookups.probe(ref)
+        except Exception as error:  # a bug must not become a loop of pulls
+            log.exception("pull failed unexpectedly", image=ref)
+            text = f"{type(error).__name__}, see the agent's log"
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text, final=True), 1, puller.digest)
+        finally:
+            self.totals.fetched_bytes += puller.fetched
+            self.running.pop(ref, None)
+            self._wake_for_retry(ref)
+            self._wake()
+
+    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+        found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
+        self.failures[ref] = dataclasses.replace(found, digest=digest)
+        self.totals.failed[error.kind.value] += 1
+
+    def _wake_for_retry(self, ref: str) -> None:
+        failed = self.failures.get(ref)
+        if failed is not None and failed.retry_at is not None:
+            wait = max(0.0, failed.retry_at - time.time())
+            asyncio.get_running_loop().call_later(wait + 0.01, self._wake)
+
+    async def halt(self, ref: str) -> None:
+        """Cancel a running pull; its hold keeps the bytes."""
+        running = self.running.get(ref)
+        if running is not None:
+            running.task.cancel()
+            await asyncio.gather(running.task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        tasks = [each.task for each in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.client.close()

@@ -71,7 +71,7 @@ class Resolver:
     ) -> None:
         self._client = client
         self._logins = logins
-        self._turns = turns
+        self.turns = turns
         self._changed = changed
         self._slots = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._lookups: dict[str, Lookup] = {}
@@ -89,7 +89,7 @@ class Resolver:
         """Keep answers for exactly these references; start the lookups that are due. True: an
         operator waits for it."""
         now = time.time()
-        self._turns.want(refs, now)
+        self.turns.want(refs, now)
         for gone in self._lookups.keys() - refs.keys():
             lookup = self._lookups.pop(gone)
             if lookup.task is not None:
@@ -102,7 +102,7 @@ class Resolver:
     def turn(self, lookup: Lookup) -> float:
         """Unix time of its next look-up; infinite when there is none."""
         fixed = lookup.ref.digest is not None and lookup.shape is not None
-        return self._turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
+        return self.turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
 
     def again(self, ref: str) -> None:
         """Forget the failure and look up when its turn comes: now, once it was looked up."""
@@ -147,7 +147,7 @@ class Resolver:
                 log.info("image lookup works again", image=lookup.ref.text)
             lookup.failed = None
             lookup.at = time.time()
-            self._turns.answered(lookup.ref.text, lookup.at)
+            self.turns.answered(lookup.ref.text, lookup.at)
         except PullError as error:
             self._failed(lookup, error)
         except kit.errors.AgentError as error:  # a credential source
@@ -167,13 +167,13 @@ class Resolver:
                 "image lookup failed", image=lookup.ref.text, kind=str(error.kind), error=str(error)
             )
         attempts = old.attempts + 1 if old is not None else 1
-        lookup.failed = self._turns.failed(lookup.ref.text, error, attempts, time.time())
+        lookup.failed = self.turns.failed(lookup.ref.text, error, attempts, time.time())
         if lookup.failed.retry_at is not None:
             wait = lookup.failed.retry_at - time.time()
             asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
 
     async def _ask(self, lookup: Lookup) -> None:
-        section = self._turns.section
+        section = self.turns.section
         ref, text = lookup.ref, lookup.ref.text
         old = lookup.shape.top.digest if lookup.shape is not None else ""
         lookup.mirrored = True  # unless its hosts.toml says otherwise
@@ -210,4 +210,4 @@ class Resolver:
 
     async def logins(self, ref: manifest.Reference, *, fresh: bool = False) -> credentials.Found:
         """What is there now to pull ``ref`` with."""
-        return await self._logins.find(ref, self._turns.section.credentials, fresh=fresh)
+        return await self._logins.find(ref, self.turns.section.credentials, fresh=fresh)

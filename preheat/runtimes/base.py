@@ -151,6 +151,7 @@ class ImageInventory:
     unknown_holds: tuple[str, ...] = ()  # ids of holds of agents that are not understood
     in_use: frozenset[str] = frozenset()  # image ids of containers and of their image volumes
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
+    asked: float = 0.0  # monotonic time before the runtime was asked
     images_path: str = ""  # the directory in which the runtime keeps images
     listed: frozenset[str] | None = None  # names that it tells the kubelet; None: all records
     shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)

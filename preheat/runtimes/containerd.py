@@ -153,6 +153,7 @@ class Containerd:
     # --- what it has ------------------------------------------------------------------------------
 
     async def inventory(self) -> base.ImageInventory:
+        asked = time.monotonic()
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
         names = {self._snapshotter: None}  # in this order
@@ -187,6 +188,7 @@ class Containerd:
             unknown_holds=tuple(lease.id for lease in found_leases if api.hold_of(lease) is None),
             last_used=last_used,
             images_path=self._images_path,
+            asked=asked,
         )
 
     async def _snapshots(self, names: Iterable[str]) -> dict[str, Mapping[str, str]]:

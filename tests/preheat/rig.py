@@ -204,7 +204,7 @@ async def pinned(room: Preheat, ref: str, seconds: float = 30.0) -> status.Statu
 
 async def idle(room: Preheat) -> None:
     """Wait until no pull runs."""
-    await until(lambda: not room.reconciler.running, what="no pull to run")
+    await until(lambda: not room.reconciler.pulls.running, what="no pull to run")
 
 
 async def brought(box: adapter.Containerd, image: Image) -> None:

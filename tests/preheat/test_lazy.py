@@ -93,11 +93,14 @@ async def test_mounted_image_is_lazy_and_never_pulled_or_healed_for_that(lazy: R
         whole = await state(room, plain.ref, "ready")
         await state(room, image.ref, "lazy")
         row = await pinned(room, image.ref)
-        await until(lambda: not room.reconciler.running)
-        fetched, pulls = room.reconciler.totals.fetched_bytes, room.reconciler.totals.pulls
+        await until(lambda: not room.reconciler.pulls.running)
+        fetched, pulls = (
+            room.reconciler.pulls.totals.fetched_bytes,
+            room.reconciler.pulls.totals.pulls,
+        )
         for _ in range(3):
             await room.reconciler.cycle()
-        again = room.reconciler.totals.pulls
+        again = room.reconciler.pulls.totals.pulls
         await lazy.remove(image.ref)
         await room.reconciler.cycle()
         healed = room.show(image.ref)

@@ -85,7 +85,7 @@ async def test_any_snapshotter_gives_the_right_state(native: Rig) -> None:
     async with native.running(images=[{"ref": image.ref}]) as room:
         await state(room, image.ref, "ready")
         await pinned(room, image.ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         await native.remove(image.ref)
         await room.reconciler.cycle()
         healed = room.show(image.ref)
@@ -112,7 +112,7 @@ async def test_tag_that_a_kubelet_moved_is_looked_up_at_once(
     wanted: list[dict[str, Any]] = [{"ref": old.ref}]
     async with rig.running(images=wanted) as room:
         await pinned(room, old.ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         sandbox = await hand.run(old.ref)
         new = rig.push("fw/drift:main", size=2 * MB, mark="new")
         await rig.kubelet.pull(old.ref)
@@ -185,9 +185,9 @@ async def test_index_with_variants_is_pulled_once(rig: Rig) -> None:
     ref, made = push_index(rig, "variants", ["linux/amd64/v3", "linux/amd64"])
     async with rig.running(images=[{"ref": ref}]) as room:
         row = await pinned(room, ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         await room.reconciler.cycle()
-        pulls = room.reconciler.totals.pulls
+        pulls = room.reconciler.pulls.totals.pulls
 
     assert (row.state, row.image_id) == ("ready", made[1].config)
     assert pulls == 1
@@ -205,14 +205,14 @@ async def test_pull_that_brings_no_image_waits_and_is_a_finding(
         row = await state(room, ref, "failed")
         for _ in range(3):
             await room.reconciler.cycle()
-        await until(lambda: not room.reconciler.running)
-        pulls = room.reconciler.totals.pulls
+        await until(lambda: not room.reconciler.pulls.running)
+        pulls = room.reconciler.pulls.totals.pulls
         await room.reconcile(room.reconciler.section)
         found = [each for each in rig.reported.found if each.subject == ref]
         first = row.retry_at
         # The next one waits longer: what came of the first is not forgotten by its success.
         await room.resume(ref)
-        await until(lambda: room.reconciler.totals.pulls > pulls)
+        await until(lambda: room.reconciler.pulls.totals.pulls > pulls)
         again = await state(room, ref, "failed")
 
     assert pulls == 1

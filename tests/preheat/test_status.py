@@ -247,7 +247,7 @@ async def test_a_use_that_an_earlier_agent_noted_is_not_counted_again(
         again = Preheat(room.reconciler.section, tmp_path, Reported())
         runtime = StillRuntime(tmp_path, noted)
         loop = again.reconciler
-        loop.runtime = runtime  # type: ignore[assignment]
+        loop.runtime = loop.pulls.runtime = runtime  # type: ignore[assignment]
         loop.local._runtime = runtime  # type: ignore[assignment]
         loop.uses._runtime = runtime  # type: ignore[assignment]
         shape = runtime.shape
