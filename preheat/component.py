@@ -113,10 +113,6 @@ class Preheat:
     def images(self) -> Sequence[status.Status]:
         return status.images(self.reconciler)
 
-    def has(self, ref: str) -> bool:
-        """Whether the runtime has this image, requested or not."""
-        return bool(self.reconciler.snapshot.inventory.served(ref))
-
     def show(self, text: str) -> status.Status:
         """Raises NotFoundError when nobody requests or pins the image."""
         ref = _reference(text)

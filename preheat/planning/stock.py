@@ -17,7 +17,6 @@ from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.registry import estimate
 from preheat.runtimes import base, containerd
-from preheat.runtimes.base import allowing
 
 log = structlog.get_logger("preheat")
 
@@ -149,11 +148,9 @@ async def end_lost(runtime: containerd.Containerd, inventory: base.ImageInventor
     """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
     lost = False
     for hold in inventory.held("pin"):
-        if hold.digest in inventory.content:
+        # It may have been pinned since the inventory.
+        if hold.digest in inventory.content or await runtime.has_content(hold.digest):
             continue
-        with allowing("NOT_FOUND"):
-            await runtime.read(hold.digest)
-            continue  # it was pinned since the inventory
         log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.digest)
         if hold.by == "operator":  # the request stays
             expires = time.time() + desired.REQUEST_SECONDS

@@ -277,7 +277,7 @@ class Puller:
                     layer.size,
                     lambda offset: self._source(layer, offset),
                     hold,
-                    (self._ref.host, self._ref.path),
+                    self._ref,
                 )
             except _Foreign:
                 await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)

@@ -40,13 +40,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
-class _Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-@dataclass(frozen=True)
 class _Server:
     """A host and what TLS with it takes; ``trouble``: why that cannot be had."""
 
@@ -123,13 +116,13 @@ class Registry:
         self, server: _Server, ref: manifest.Reference, wanted: str, login: base.Login | None
     ) -> manifest.Target:
         path = f"manifests/{wanted}"
-        answer = await self._document(server, ref, path, login, method="HEAD")
+        answer, _ = await self._document(server, ref, path, login, method="HEAD")
         digest = answer.headers.get("Docker-Content-Digest", "")
         length = answer.headers.get("Content-Length", "")
         if answer.status != 200 or not manifest.is_digest(digest) or not length.isdigit():
-            answer = await self._document(server, ref, path, login)
-            digest, length = manifest.digest_of(answer.body), str(len(answer.body))
-            await self.documents.put(digest, answer.body)
+            answer, body = await self._document(server, ref, path, login)
+            digest, length = manifest.digest_of(body), str(len(body))
+            await self.documents.put(digest, body)
         media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
         return manifest.Target(media_type, digest, int(length))
 
@@ -167,8 +160,7 @@ class Registry:
                 kind = "manifests" if digest in manifests else "blobs"
                 path = f"{kind}/{digest}"
                 servers = await self._servers(ref, {"pull"})
-                answer = await _first(servers, lambda each: self._document(each, ref, path, login))
-                data = answer.body
+                _, data = await _first(servers, lambda each: self._document(each, ref, path, login))
                 if manifest.digest_of(data) != digest:
                     raise PullError(ref.text, Kind.CORRUPT, f"the bytes do not match {digest}")
                 await self.documents.put(digest, data)
@@ -246,8 +238,8 @@ class Registry:
         path: str,
         login: base.Login | None,
         method: str = "GET",
-    ) -> _Answer:
-        """An answer with a small body."""
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """An answer and its small body."""
         with _reaching(ref):
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 response = await self._open(server, ref, path, login, {}, method)
@@ -258,7 +250,7 @@ class Registry:
         if len(body) > manifest.LARGEST_DOCUMENT:
             text = f"{path} has more than {manifest.LARGEST_DOCUMENT} bytes"
             raise PullError(ref.text, Kind.BAD_IMAGE, text)
-        return _Answer(response.status, response.headers, body)
+        return response, body
 
     async def _open(
         self,

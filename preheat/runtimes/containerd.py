@@ -11,6 +11,7 @@ Invariants:
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,15 +233,15 @@ class Containerd:
             below = below and await self._is_unpacked(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                remote = not self.unpacks and not await self._has_content(layer.digest)
+                remote = not self.unpacks and not await self.has_content(layer.digest)
                 state = base.LayerState(layer.size, unpacked=True, remote=remote)
             elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
-                done = ingest.ours is not None and await self._has_content(layer.digest)
+                done = ingest.ours is not None and await self.has_content(layer.digest)
                 theirs = layer.size if done else ingest.theirs
                 state = base.LayerState(ingest.offset, unpacked=False, theirs=theirs)
             else:
-                here = layer.size if await self._has_content(layer.digest) else 0
+                here = layer.size if await self.has_content(layer.digest) else 0
                 state = base.LayerState(here, unpacked=False)
             found[layer.digest] = state
         return found
@@ -251,7 +252,7 @@ class Containerd:
             return True
         return False
 
-    async def _has_content(self, digest: str) -> bool:
+    async def has_content(self, digest: str) -> bool:
         with allowing("NOT_FOUND"):
             await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
             return True
@@ -262,18 +263,10 @@ class Containerd:
         return pb.SnapshotRequest(snapshotter=name, key=chain_id)
 
     async def read(self, digest: str) -> bytes:
-        """A manifest or config from the store; at most 8 MiB."""
-        data = bytearray()
+        """A manifest or config from the store."""
         request = pb.ReadContentRequest(digest=digest)
-        async for part in self.connection.stream(api.READ_CONTENT, request):
-            data += part.data
-            if len(data) > manifest.LARGEST_DOCUMENT:
-                raise base.RuntimeCallError(
-                    digest,
-                    f"it has more than {manifest.LARGEST_DOCUMENT} bytes",
-                    "no manifest is so large",
-                )
-        return bytes(data)
+        parts = self.connection.stream(api.READ_CONTENT, request)
+        return b"".join([part.data async for part in parts])
 
     async def usage(self, chain_id: str) -> int:
         """Bytes that one unpacked layer takes on disk."""
@@ -308,54 +301,34 @@ class Containerd:
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str],
+        origin: manifest.Reference,
     ) -> None:
         """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
 
-        ``origin``: the registry and the repository that have it, too.
+        ``origin``: its registry and repository have the blob, too.
         """
-        labels = {f"{_ORIGIN}{origin[0]}": origin[1]}
-        ref = f"{base.OWN_PREFIX}{digest}"
+        request = functools.partial(
+            pb.WriteContentRequest, ref=f"{base.OWN_PREFIX}{digest}", total=size
+        )
+        labels = {f"{_ORIGIN}{origin.host}": origin.path}
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
             with allowing("ALREADY_EXISTS"):
-                start = pb.WriteContentRequest(action=pb.STAT, ref=ref, total=size, expected=digest)
-                offset = (await writer.send(start)).offset
+                offset = (await writer.send(request(action=pb.STAT, expected=digest))).offset
                 if offset < size:
-                    offset = await self._send(writer, ref, size, offset, source)
-                commit = pb.WriteContentRequest(
-                    action=pb.COMMIT,
-                    ref=ref,
-                    total=size,
-                    expected=digest,
-                    offset=offset,
-                    labels=labels,
+                    async for chunk in source(offset):
+                        for begin in range(0, len(chunk), WRITE_CHUNK):
+                            # No copy of a chunk that is small enough.
+                            data = chunk[begin : begin + WRITE_CHUNK]
+                            await writer.send(request(action=pb.WRITE, offset=offset, data=data))
+                            offset += len(data)
+                await writer.send(
+                    request(action=pb.COMMIT, expected=digest, offset=offset, labels=labels)
                 )
-                await writer.send(commit)
         finally:
             writer.close()
         # The store may have had the blob before, with no lease of ours on it.
         await self._leases.add(hold.id, leases.content(digest))
-
-    @staticmethod
-    async def _send(
-        writer: cri.Exchange[pb.WriteContentRequest, pb.WriteContentResponse],
-        ref: str,
-        size: int,
-        offset: int,
-        source: manifest.Blobs,
-    ) -> int:
-        """Send the blob from ``offset`` on; where it ends."""
-        async for chunk in source(offset):
-            for begin in range(0, len(chunk), WRITE_CHUNK):
-                data = chunk[begin : begin + WRITE_CHUNK]  # no copy of a chunk that is small enough
-                await writer.send(
-                    pb.WriteContentRequest(
-                        action=pb.WRITE, ref=ref, total=size, offset=offset, data=data
-                    )
-                )
-                offset += len(data)
-        return offset
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """Delete half-fetched blobs."""
@@ -428,7 +401,7 @@ class Containerd:
                 continue
             wanted = leases.content(hold.digest)
             held = await self._leases.resources(hold.id)
-            if wanted not in held and await self._has_content(wanted.id):
+            if wanted not in held and await self.has_content(wanted.id):
                 await self._leases.add(hold.id, wanted)
                 count += 1
         return count
