@@ -14,73 +14,16 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, leases, marks, unpacked
+from preheat.runtimes import base, cri, holds, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 from preheat.runtimes.base import allowing
-
-# What to put right in containerd so that each pin is whole and nothing is left of one. Pure.
-
-# A hold that expires is renewed when less than this share of its time is left.
-RENEW_BELOW = 0.5
-# One with so much more than its time was made before the setting was shortened.
-SHORTENED_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Mends:
-    """``unmarked``: pins whose record lost its mark. ``stray``: records whose mark of ours stands
-    for no pin. ``renew``: holds whose expiry must change.
-    """
-
-    unmarked: tuple[base.Hold, ...] = ()
-    stray: tuple[base.Record, ...] = ()
-    renew: tuple[base.Hold, ...] = ()
-
-
-def decide(
-    inventory: base.ImageInventory, honoured: bool | None, release_after: float | None, now: float
-) -> Mends:
-    """``honoured``: whether the runtime tells the kubelet about marks; None while not known."""
-    records = {each.name: each for each in inventory.records}
-    # What somebody else pins is left to them.
-    others = {r.target.digest for r in inventory.records if r.pinned and r.name not in _ids(r)}
-    pins = {hold.image_id: hold for hold in inventory.held("pin") if hold.image_id}
-    unmarked = []
-    for image_id, hold in pins.items():
-        record = records.get(image_id)
-        if honoured is False or record is None or record.target.digest in others:
-            continue
-        # Setting a mark also tells whether the runtime honours it.
-        if honoured is None or not (record.pinned and record.ours):
-            unmarked.append(hold)
-    kept = pins.keys() if honoured is not False else set()
-    stray = [each for each in inventory.records if each.ours and each.name not in kept]
-    lasting = [hold for hold in inventory.holds if hold.role != "pull"]
-    renew = [hold for hold in lasting if _is_due(hold, release_after, now)]
-    return Mends(tuple(unmarked), tuple(stray), tuple(renew))
-
-
-def _ids(record: base.Record) -> tuple[str, ...]:
-    """The names under which we mark a record: its image id."""
-    return (record.name,) if record.name.startswith("sha256:") else ()
-
-
-def _is_due(hold: base.Hold, release_after: float | None, now: float) -> bool:
-    if release_after is None:
-        return hold.expires is not None
-    if hold.expires is None:
-        return True
-    left = hold.expires - now
-    return not release_after * RENEW_BELOW <= left <= release_after + SHORTENED_SECONDS
-
 
 log = structlog.get_logger("preheat")
 
@@ -112,9 +55,9 @@ class Containerd:
     def __init__(self, socket: Path) -> None:
         self.connection = cri.Connection(socket)
         self.cri = cri.Cri(self.connection)
-        self.marks = marks.Marks(self.connection)
+        self.marks = holds.Marks(self.connection)
         self.layers = unpacked.Unpacked(self.connection, self._snapshot)
-        self._leases = leases.Leases(self.connection)
+        self._leases = holds.Leases(self.connection)
         self._snapshotter = SNAPSHOTTER  # the one that CRI unpacks into
         self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
         # Seconds after which containerd itself ends pins and notes that no agent renews.
@@ -172,7 +115,7 @@ class Containerd:
         snapshots = await self._snapshots(names)
         found_leases = await self._leases.all()
         records = tuple(
-            marks.record_of(each, _target(each.target))
+            holds.record_of(each, _target(each.target))
             for each in await api.images(self.connection)
         )
         return base.ImageInventory(
@@ -184,9 +127,11 @@ class Containerd:
             durable=frozenset(d for d, labels in snapshots.items() if labels.get(unpacked.DURABLE)),
             listed=await self.cri.listed(),
             ingests=await self.ingests(),
-            holds=tuple(hold for lease in found_leases if (hold := api.hold_of(lease)) is not None),
-            newer_holds=sum(api.is_newer(lease) for lease in found_leases),
-            unknown_holds=tuple(lease.id for lease in found_leases if api.hold_of(lease) is None),
+            holds=tuple(
+                hold for lease in found_leases if (hold := holds.hold_of(lease)) is not None
+            ),
+            newer_holds=sum(holds.is_newer(lease) for lease in found_leases),
+            unknown_holds=tuple(lease.id for lease in found_leases if holds.hold_of(lease) is None),
             last_used=last_used,
             images_path=self._images_path,
             asked=asked,
@@ -276,7 +221,7 @@ class Containerd:
         """Store when the image was last used (Unix time)."""
         labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
         info = pb.ContentInfo(digest=digest, labels=labels)
-        request = pb.UpdateContentRequest(info=info, update_mask=marks.label_mask(LAST_USED))
+        request = pb.UpdateContentRequest(info=info, update_mask=api.label_mask(LAST_USED))
         # Forgetting may come after the image has gone.
         with allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
             await self.connection.change(api.UPDATE_CONTENT, request)
@@ -328,7 +273,7 @@ class Containerd:
         finally:
             writer.close()
         # The store may have had the blob before, with no lease of ours on it.
-        await self._leases.add(hold.id, leases.content(digest))
+        await self._leases.add(hold.id, holds.content(digest))
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """Delete half-fetched blobs."""
@@ -351,9 +296,9 @@ class Containerd:
         # The image-id record first: healed before the others, it brings the mark with it. The lease
         # holds a limited number of names, so those that matter least come last.
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
-        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: api.MOST_NAMES]))
+        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: holds.MOST_NAMES]))
         hold = await self.begin(hold)
-        await self._leases.add(hold.id, leases.content(hold.digest))
+        await self._leases.add(hold.id, holds.content(hold.digest))
         if self.release_after is None:
             await self.marks.set(hold)
         return hold
@@ -379,7 +324,7 @@ class Containerd:
             self._checked = True
             if changes:  # the rest with what is there now
                 return True
-        mends = decide(inventory, self.honours_pins, self.release_after, time.time())
+        mends = holds.decide(inventory, self.honours_pins, self.release_after, time.time())
         for hold in mends.unmarked:
             await self.marks.set(hold)
         for hold in mends.renew:
@@ -397,9 +342,9 @@ class Containerd:
         """Give a pin its content when whoever made the lease was interrupted before that."""
         count = 0
         for hold in inventory.held("pin"):
-            if hold.id.endswith(leases.RENEWAL):
+            if hold.id.endswith(holds.RENEWAL):
                 continue
-            wanted = leases.content(hold.digest)
+            wanted = holds.content(hold.digest)
             held = await self._leases.resources(hold.id)
             if wanted not in held and await self.has_content(wanted.id):
                 await self._leases.add(hold.id, wanted)
@@ -414,7 +359,7 @@ class Containerd:
         for name in hold.names:
             labels = {MANAGED: "managed"}
             if name == hold.image_id and self.honours_pins is not False:
-                labels |= marks.labels()
+                labels |= holds.labels()
             record = pb.Image(name=name, labels=labels, target=target)
             with allowing("ALREADY_EXISTS"):
                 await self.connection.change(api.CREATE_IMAGE, pb.CreateImageRequest(image=record))

@@ -7,7 +7,7 @@ snapshot.
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, marks
+from preheat.runtimes import base, cri
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 from preheat.runtimes.base import allowing
@@ -47,7 +47,7 @@ class Unpacked:
             where = self._request(chain_id)
             info = pb.SnapshotInfo(name=chain_id, labels={DURABLE: "yes" if durable else ""})
             request = pb.UpdateSnapshotRequest(
-                snapshotter=where.snapshotter, info=info, update_mask=marks.label_mask(DURABLE)
+                snapshotter=where.snapshotter, info=info, update_mask=api.label_mask(DURABLE)
             )
             with allowing("NOT_FOUND"):
                 await self._connection.change(api.UPDATE_SNAPSHOT, request)
