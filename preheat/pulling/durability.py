@@ -33,13 +33,19 @@ from preheat.image import manifest
 from preheat.registry import resolver
 from preheat.runtimes import base, containerd
 
-# Which unpacked layers are doubted: kept in ``state_dir`` with the boot that they were found in.
-#
-# Small, because a child process imports it to write the file.
+log = structlog.get_logger("preheat")
 
 STATE = "preheat-boot.json"  # in the state directory
 FORMAT = 1
 LOST = "lost"  # no boot has this id
+REASON = "the node went down before its layers were known to be durable; they are unpacked again"
+SAVE_SECONDS = 15.0
+SYNC_SECONDS = 600.0
+# Several pulls that end one after the other make one sync.
+SYNC_EVERY_SECONDS = 30.0
+UNPACK_SECONDS = 3600.0  # for one layer
+RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
+_ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -75,23 +81,6 @@ def _kept(fields: dict[str, Any]) -> Kept:
     if any(not isinstance(each, str) for each in (boot, *doubted)):
         raise ValueError("a name in it is no text")
     return Kept(boot, frozenset(doubted))
-
-
-def save(path: str, boot: str, doubted: list[str]) -> None:
-    """Replace the file durably. In a child process: the disk may hang. OSError."""
-    kit.formats.save(path, {"boot": boot, "doubted": doubted}, FORMAT)
-
-
-log = structlog.get_logger("preheat")
-
-REASON = "the node went down before its layers were known to be durable; they are unpacked again"
-SAVE_SECONDS = 15.0
-SYNC_SECONDS = 600.0
-# Several pulls that end one after the other make one sync.
-SYNC_EVERY_SECONDS = 30.0
-UNPACK_SECONDS = 3600.0  # for one layer
-RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
-_ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
 
 
 # Image by top digest: its reference and what it consists of.
@@ -268,9 +257,11 @@ class Durability:
         kept = self._kept
         if kept is None or kept == self._saved or self._path is None:
             return
-        arguments = (str(self._path), kept.boot, sorted(kept.doubted))
+        fields = {"boot": kept.boot, "doubted": sorted(kept.doubted)}
         try:
-            await kit.child.call(save, *arguments, deadline=SAVE_SECONDS)
+            await kit.child.call(
+                kit.formats.save, str(self._path), fields, FORMAT, deadline=SAVE_SECONDS
+            )
         except _ERRORS as error:  # tried again with the next cycle
             log.warning("doubted layers cannot be noted", error=str(error))
         else:
