@@ -124,17 +124,17 @@ class Durability:
     def __init__(
         self,
         runtime: containerd.Containerd,
-        path: Path | None,
+        path: Path,
         wake: Callable[[], None],
         cycle: asyncio.Lock,
     ) -> None:
-        """``path``: of the file; None keeps nothing. ``cycle``: held by each cycle."""
+        """``path``: of the file. ``cycle``: held by each cycle."""
         self._runtime = runtime
         self._path = path
         self._wake = wake
         self._cycle = cycle
-        self._kept: Kept | None = None
-        self._saved = Kept()
+        self._kept = Kept()
+        self._saved: Kept | None = None  # what the file has; not read yet
         self._task: asyncio.Task[None] | None = None
         self._sync_at = 0.0  # monotonic time
         self.unpacked_again = 0  # images
@@ -143,12 +143,10 @@ class Durability:
 
     async def look(self, inventory: base.ImageInventory) -> None:
         """Before the requests are measured. HostError when a newer agent wrote the file."""
-        if self._path is None:
-            return
-        if self._kept is None:
-            self._saved = await asyncio.to_thread(load, self._path)
-            loose = loose_layers(inventory)
-            self._kept = begun(self._saved, procfs.boot_id(), loose)
+        if self._saved is None:
+            saved = await asyncio.to_thread(load, self._path)
+            self._kept = begun(saved, procfs.boot_id(), loose_layers(inventory))
+            self._saved = saved
             if self._kept.doubted:
                 log.warning(
                     "the node went down before layers were durable", layers=len(self._kept.doubted)
@@ -160,8 +158,6 @@ class Durability:
 
     def doubted(self, shape: manifest.Shape) -> frozenset[str]:
         """Layers of the image that must be unpacked again."""
-        if self._kept is None or not self._kept.doubted:
-            return frozenset()
         return self._kept.doubted & {layer.chain_id for layer in shape.layers}
 
     def tend(
@@ -172,7 +168,7 @@ class Durability:
         pressed: bool,
     ) -> None:
         """``refs``: what is requested. Begins what is to be done, if anything."""
-        if self._kept is None or (self._task is not None and not self._task.done()):
+        if self._task is not None and not self._task.done():
             return
         images: dict[str, tuple[str, manifest.Shape]] = {}
         for ref in refs:
@@ -185,7 +181,6 @@ class Durability:
         self._begin(images, inventory, pressed)
 
     def _begin(self, images: Images, inventory: base.ImageInventory, pressed: bool) -> None:
-        assert self._kept is not None
         now = time.monotonic()
         doubtful = {digest: each for digest, each in images.items() if self.doubted(each[1])}
         self.troubles = {d: each for d, each in self.troubles.items() if d in doubtful}
@@ -233,7 +228,6 @@ class Durability:
             self.troubles[digest] = DurabilityTrouble(ref, attempts, retry_at, text)
             log.warning("layers could not be unpacked again", image=ref, error=text)
             return False
-        assert self._kept is not None
         # Not while a cycle works with what it read before: it would take the layers that are gone
         # for sound ones, and call the image ready.
         async with self._cycle:
@@ -255,7 +249,7 @@ class Durability:
 
     async def _save(self) -> None:
         kept = self._kept
-        if kept is None or kept == self._saved or self._path is None:
+        if kept == self._saved:
             return
         fields = {"boot": kept.boot, "doubted": sorted(kept.doubted)}
         try:

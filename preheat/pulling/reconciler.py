@@ -57,7 +57,7 @@ class Reconciler:
         runtime: containerd.Containerd,
         section: settings.PreheatSettings,
         client: registry.Registry,
-        boot_file: Path | None = None,
+        boot_file: Path,
     ) -> None:
         self.runtime = runtime
         self.section = section

@@ -61,11 +61,9 @@ class _TokenQuestion:
 class Registry:
     """One client for all registries; ``close`` ends its connections."""
 
-    def __init__(
-        self, directories: Sequence[Path], known: documents.Documents | None = None
-    ) -> None:
+    def __init__(self, directories: Sequence[Path], known: documents.Documents) -> None:
         self._directories = tuple(directories)
-        self.documents = known or documents.Documents(None)
+        self.documents = known
         self._session: aiohttp.ClientSession | None = None
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
         self._contexts: LRUCache[hosts.Host, tuple[hosts.Seen, _Server]] = LRUCache(MOST_CONTEXTS)

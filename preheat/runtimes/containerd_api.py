@@ -21,8 +21,8 @@ _INGEST = re.compile(r"[a-z]+-sha256:[0-9a-f]{64}")
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _plain(text: str, most: int = 1024) -> bool:
-    return 0 < len(text) <= most and text.isprintable() and text.strip() == text
+def _plain(text: str) -> bool:
+    return 0 < len(text) <= 1024 and text.isprintable() and text.strip() == text
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

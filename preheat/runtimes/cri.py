@@ -144,9 +144,9 @@ class Breaker:
 class Connection:
     """A connection to containerd's socket."""
 
-    def __init__(self, socket: Path, namespace: str = NAMESPACE) -> None:
+    def __init__(self, socket: Path) -> None:
         self._socket = socket
-        self._metadata: Metadata = (("containerd-namespace", namespace),)
+        self._metadata: Metadata = (("containerd-namespace", NAMESPACE),)
         self._channel: grpc.aio.Channel | None = None
         self._slots = asyncio.Semaphore(MOST_CALLS_AT_ONCE)
         self._watch: asyncio.Task[None] | None = None
