@@ -84,7 +84,7 @@ class Preheat:
             if new_logins or old.get(each.ref) != each:
                 # On all nodes at once: each waits for its turn.
                 self.reconciler.resolver.turns.anew(each.ref, time.time())
-                self._retry(each.ref)
+                self.reconciler.pulls.again(each.ref)
         self.reconciler.wake()
 
     async def stop(self) -> None:
@@ -132,7 +132,7 @@ class Preheat:
             await self.reconciler.runtime.begin(
                 base.Hold("pull", ref, "operator", keep=keep, expires=expires)
             )
-            self._hurry(ref)
+            self.reconciler.pulls.hurry(ref)
         return await self._after(ref)
 
     async def pin(self, text: str) -> status.Status:
@@ -206,7 +206,7 @@ class Preheat:
         ref = self.show(text).ref
         async with self._asking():
             await self._drop_notes(ref)
-            self._hurry(ref)
+            self.reconciler.pulls.hurry(ref)
         return await self._after(ref)
 
     async def cancel(self, text: str) -> status.Status | None:
@@ -222,14 +222,6 @@ class Preheat:
         inventory = await self.reconciler.runtime.inventory()
         for hold in inventory.held("note", ref):
             await self.reconciler.runtime.end(hold)
-
-    def _hurry(self, ref: str) -> None:
-        self.reconciler.resolver.turns.hurry(ref)
-        self._retry(ref)
-
-    def _retry(self, ref: str) -> None:
-        self.reconciler.pulls.failures.pop(ref, None)
-        self.reconciler.resolver.again(ref)
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:

@@ -464,6 +464,16 @@ class Pulls:
             self._failed(ref, error, attempts, self.lookups.digest(ref))
             self._wake_for_retry(ref)
 
+    def again(self, ref: str) -> None:
+        """Forget how it failed, and look it up when its turn comes."""
+        self.failures.pop(ref, None)
+        self.lookups.again(ref)
+
+    def hurry(self, ref: str) -> None:
+        """An operator asks for it: nothing waits for its turn."""
+        self.lookups.turns.hurry(ref)
+        self.again(ref)
+
     def start(self, request: desired.Request) -> None:
         puller = Puller(self, request)
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
