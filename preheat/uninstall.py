@@ -17,7 +17,7 @@ import kit.formats
 from kit.traces import Trace
 from preheat.pulling import durability
 from preheat.registry import documents
-from preheat.runtimes import base, containerd, unpacked
+from preheat.runtimes import base, containerd, store
 from preheat.settings import PreheatSettings
 
 # Of the runtimes that the chart knows: the usual one, and that of k3s and RKE2.
@@ -40,9 +40,9 @@ def _traces(inventory: base.ImageInventory) -> list[Trace]:
     if partial := [d for d, ingest in inventory.ingests.items() if ingest.ours is not None]:
         found.append(Trace("partial layers", f"{len(partial)}"))
     if inventory.last_used:
-        found.append(Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})"))
+        found.append(Trace("labels", f"{store.LAST_USED} ({len(inventory.last_used)})"))
     if inventory.durable:
-        found.append(Trace("labels", f"{unpacked.DURABLE} ({len(inventory.durable)})"))
+        found.append(Trace("labels", f"{store.DURABLE} ({len(inventory.durable)})"))
     return found
 
 
@@ -58,12 +58,12 @@ async def _take(
         case "documents":
             await asyncio.to_thread(shutil.rmtree, name)
         case "partial layers":
-            await runtime.drop_partials(frozenset(inventory.ingests), ours_only=True)
-        case "labels" if name.startswith(unpacked.DURABLE):
+            await runtime.content.drop_partials(frozenset(inventory.ingests), ours_only=True)
+        case "labels" if name.startswith(store.DURABLE):
             await runtime.layers.note(inventory.durable, durable=False)
         case "labels":
             for digest in inventory.last_used:
-                await runtime.note_use(digest, None)
+                await runtime.content.note_use(digest, None)
         case "mark":
             await runtime.marks.clear_stray(
                 [each for each in _stray(inventory) if each.name == name]

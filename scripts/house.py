@@ -48,7 +48,6 @@ LARGER = {
     "cache/store/index.py:Index": (1, 58),
     "cache/work/jobs.py:Jobs": (13, 28),
     "kube/watching.py:Watch": (19, 16),
-    "preheat/runtimes/containerd.py:Containerd": (11, 26),
     "volumes/audit/service.py:Audit": (28, 31),
     "volumes/guard/controller.py:Controller": (27, 27),
     "volumes/guard/kernel.py:Kernel": (8, 26),

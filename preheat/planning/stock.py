@@ -105,7 +105,7 @@ class ImageUses:
             ended = digest not in using
             if ended or now - inventory.last_used.get(digest, 0.0) > NOTED_EVERY_SECONDS:
                 with contextlib.suppress(base.RuntimeCallError):
-                    await self._runtime.note_use(digest, now)
+                    await self._runtime.content.note_use(digest, now)
         self._before = using
         last_used = dict(inventory.last_used) | dict.fromkeys(noted, now)
         return dataclasses.replace(inventory, last_used=last_used)
@@ -149,7 +149,7 @@ async def end_lost(runtime: containerd.Containerd, inventory: base.ImageInventor
     lost = False
     for hold in inventory.held("pin"):
         # It may have been pinned since the inventory.
-        if hold.digest in inventory.content or await runtime.has_content(hold.digest):
+        if hold.digest in inventory.content or await runtime.content.has(hold.digest):
             continue
         log.error("the runtime lost a pinned image", image=hold.ref, digest=hold.digest)
         if hold.by == "operator":  # the request stays

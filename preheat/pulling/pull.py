@@ -237,14 +237,14 @@ class Puller:
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
                 digests = frozenset(self.progress.layers) | self.progress.seen.keys()
-                await self._runtime.drop_partials(digests)
+                await self._runtime.content.drop_partials(digests)
         return error
 
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
         """Fetch layers ourselves: under a limit, and those begun so."""
-        if self._shape is None or not self._runtime.unpacks:
+        if self._shape is None or not self._runtime.layers.unpacks:
             return
         inventory = await self._runtime.inventory()
         layers = [
@@ -272,7 +272,7 @@ class Puller:
     ) -> None:
         async with slots, self._pulls.writers.of(layer.digest):
             try:
-                await self._runtime.write(
+                await self._runtime.content.write(
                     layer.digest,
                     layer.size,
                     lambda offset: self._source(layer, offset),
@@ -280,7 +280,7 @@ class Puller:
                     self._ref,
                 )
             except _Foreign:
-                await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)
+                await self._runtime.content.drop_partials(frozenset({layer.digest}), ours_only=True)
 
     async def _find(self, fresh: bool) -> credentials.Found:
         """The logins of this moment: a pull takes hours, and logins expire."""
@@ -362,7 +362,7 @@ class Puller:
         """A runtime that does not answer is asked again soon."""
         try:
             if self._shape is None:
-                self.progress.note_ingests(await self._runtime.ingests())
+                self.progress.note_ingests(await self._runtime.content.ingests())
             else:
                 self.progress.note_layers(await self._runtime.progress(self._layers))
         except base.RuntimeCallError:

@@ -199,7 +199,7 @@ class LocalImages:
                 raise _MissingError(digest)
             if size > manifest.LARGEST_DOCUMENT:
                 raise manifest.BadImageError(f"{digest} has {size} bytes: no document is so large")
-            return await self._runtime.read(digest)
+            return await self._runtime.content.read(digest)
 
         try:
             found = await manifest.shape(target, read, platform)
@@ -240,7 +240,7 @@ class LocalImages:
                 continue
             with base.allowing("NOT_FOUND"):
                 if layer.chain_id not in self._usages:
-                    self._usages[layer.chain_id] = await self._runtime.usage(layer.chain_id)
+                    self._usages[layer.chain_id] = await self._runtime.layers.usage(layer.chain_id)
                 found[layer.chain_id] = self._usages[layer.chain_id]
         return found
 

@@ -11,16 +11,15 @@ Invariants:
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, holds, unpacked
+from preheat.runtimes import base, cri, holds, store
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 from preheat.runtimes.base import allowing
@@ -28,20 +27,9 @@ from preheat.runtimes.base import allowing
 log = structlog.get_logger("preheat")
 
 MANAGED = "io.cri-containerd.image"
-LAST_USED = "nodeagent/last-used"
-# Until the runtime names one: containerd's default.
-SNAPSHOTTER = "overlayfs"
 _SNAPSHOTTER_PATH = "io.containerd.snapshotter.v1."
 _UNPACKED_BY = "containerd.io/gc.ref.snapshot."  # on an image's config, with the top chain id
 MOST_SNAPSHOTTERS = 8
-# Those that unpack a layer's blob. Others may mount the layer, and then want no blob.
-_UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blockfile", "erofs"})
-# On snapshots whose files are fetched when they are read: of stargz and soci, of nydus. Not others
-# that begin alike: soci has /remote/... on layers that it unpacked, too, and containerd fetches and
-# unpacks the layer that nydus marks as its bootstrap.
-_REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
-_ORIGIN = "containerd.io/distribution.source."
-WRITE_CHUNK = 2 * 1024**2
 _CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
     "ImageCreate": "made",
     "ImageUpdate": "moved",
@@ -56,20 +44,14 @@ class Containerd:
         self.connection = cri.Connection(socket)
         self.cri = cri.Cri(self.connection)
         self.marks = holds.Marks(self.connection)
-        self.layers = unpacked.Unpacked(self.connection, self._snapshot)
         self._leases = holds.Leases(self.connection)
-        self._snapshotter = SNAPSHOTTER  # the one that CRI unpacks into
-        self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
+        self.content = store.Content(self.connection, self._leases)
+        self.layers = store.Layers(self.connection)
         # Seconds after which containerd itself ends pins and notes that no agent renews.
         self.release_after: float | None = None
         self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
-
-    @property
-    def unpacks(self) -> bool:
-        """Whether it unpacks the blobs that we write, so that we can limit the rate."""
-        return self._snapshotter in _UNPACKING
 
     @property
     def honours_pins(self) -> bool | None:
@@ -88,7 +70,7 @@ class Containerd:
         self._images_path = paths[-1] if paths else self._images_path
         name = self._images_path.rpartition(_SNAPSHOTTER_PATH)[2]
         if name != self._images_path and "/" not in name:
-            self._snapshotter = name
+            self.layers.snapshotter = name
         return f"containerd {answer.version}"
 
     async def close(self) -> None:
@@ -100,19 +82,19 @@ class Containerd:
         asked = time.monotonic()
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
-        names = {self._snapshotter: None}  # in this order
+        names = {self.layers.snapshotter: None}  # in this order
         async for part in self.connection.stream(api.LIST_CONTENT, pb.ListRequest()):
             await asyncio.sleep(0)  # a part has some hundred blobs: let others run in between
             for info in part.info:
                 content[info.digest] = info.size
                 for label, value in info.labels.items():
-                    if label == LAST_USED:
+                    if label == store.LAST_USED:
                         with contextlib.suppress(ValueError):
                             last_used[info.digest] = float(value)
                     elif label.startswith(_UNPACKED_BY) and len(names) < MOST_SNAPSHOTTERS:
                         # A newer containerd may write more behind the name.
                         names[label.removeprefix(_UNPACKED_BY).partition("/")[0]] = None
-        snapshots = await self._snapshots(names)
+        snapshots = await self.layers.labels(names)
         found_leases = await self._leases.all()
         records = tuple(
             holds.record_of(each, _target(each.target))
@@ -123,10 +105,10 @@ class Containerd:
             records=records,
             content=content,
             snapshots=frozenset(snapshots),
-            remote=frozenset(d for d, labels in snapshots.items() if is_remote(labels)),
-            durable=frozenset(d for d, labels in snapshots.items() if labels.get(unpacked.DURABLE)),
+            remote=frozenset(d for d, labels in snapshots.items() if store.is_remote(labels)),
+            durable=frozenset(d for d, labels in snapshots.items() if labels.get(store.DURABLE)),
             listed=await self.cri.listed(),
-            ingests=await self.ingests(),
+            ingests=await self.content.ingests(),
             holds=tuple(
                 hold for lease in found_leases if (hold := holds.hold_of(lease)) is not None
             ),
@@ -137,94 +119,27 @@ class Containerd:
             asked=asked,
         )
 
-    async def _snapshots(self, names: Iterable[str]) -> dict[str, Mapping[str, str]]:
-        """The labels of unpacked layers by chain id, whichever of these snapshotters has them."""
-        found: dict[str, Mapping[str, str]] = {}
-        elsewhere: dict[str, str] = {}
-        for name in names:
-            listing = pb.ListSnapshotsRequest(snapshotter=name)
-            try:
-                async for part in self.connection.stream(api.LIST_SNAPSHOTS, listing):
-                    for each in part.info:
-                        if each.kind == pb.COMMITTED and each.name not in found:
-                            found[each.name] = dict(each.labels)
-                            if name != self._snapshotter:
-                                elsewhere[each.name] = name
-            except (base.RuntimeGoneError, base.RuntimeSlowError):
-                raise
-            except base.RuntimeCallError as error:  # it was taken out of containerd's settings
-                log.debug("snapshotter does not answer", name=name, error=str(error))
-        self._unpacked = elsewhere
-        return found
-
-    async def ingests(self) -> dict[str, base.Ingest]:
-        """Half-fetched blobs by digest, whoever fetches them."""
-        found: dict[str, base.Ingest] = {}
-        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, dash, digest = each.ref.partition("-")
-            if dash and manifest.is_digest(digest):
-                side = "ours" if kind == "nodeagent" else "theirs"
-                known = found.get(digest, base.Ingest())
-                found[digest] = dataclasses.replace(known, **{side: each.offset})
-        return found
-
     async def progress(self, layers: Sequence[manifest.Layer]) -> dict[str, base.LayerState]:
         """Asks at most one question for each layer that is neither fetched now nor unpacked."""
-        ingests = await self.ingests()
+        ingests = await self.content.ingests()
         found: dict[str, base.LayerState] = {}
         below = True  # containerd unpacks layers from the lowest up
         for layer in layers:
-            below = below and await self._is_unpacked(layer.chain_id)
+            below = below and await self.layers.has(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                remote = not self.unpacks and not await self.has_content(layer.digest)
+                remote = not self.layers.unpacks and not await self.content.has(layer.digest)
                 state = base.LayerState(layer.size, unpacked=True, remote=remote)
             elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
-                done = ingest.ours is not None and await self.has_content(layer.digest)
+                done = ingest.ours is not None and await self.content.has(layer.digest)
                 theirs = layer.size if done else ingest.theirs
                 state = base.LayerState(ingest.offset, unpacked=False, theirs=theirs)
             else:
-                here = layer.size if await self.has_content(layer.digest) else 0
+                here = layer.size if await self.content.has(layer.digest) else 0
                 state = base.LayerState(here, unpacked=False)
             found[layer.digest] = state
         return found
-
-    async def _is_unpacked(self, chain_id: str) -> bool:
-        with allowing("NOT_FOUND"):
-            await self.connection.read(api.STAT_SNAPSHOT, self._snapshot(chain_id))
-            return True
-        return False
-
-    async def has_content(self, digest: str) -> bool:
-        with allowing("NOT_FOUND"):
-            await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
-            return True
-        return False
-
-    def _snapshot(self, chain_id: str) -> pb.SnapshotRequest:
-        name = self._unpacked.get(chain_id, self._snapshotter)
-        return pb.SnapshotRequest(snapshotter=name, key=chain_id)
-
-    async def read(self, digest: str) -> bytes:
-        """A manifest or config from the store."""
-        request = pb.ReadContentRequest(digest=digest)
-        parts = self.connection.stream(api.READ_CONTENT, request)
-        return b"".join([part.data async for part in parts])
-
-    async def usage(self, chain_id: str) -> int:
-        """Bytes that one unpacked layer takes on disk."""
-        return (await self.connection.read(api.USAGE, self._snapshot(chain_id))).size
-
-    async def note_use(self, digest: str, when: float | None) -> None:
-        """Store when the image was last used (Unix time)."""
-        labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
-        info = pb.ContentInfo(digest=digest, labels=labels)
-        request = pb.UpdateContentRequest(info=info, update_mask=api.label_mask(LAST_USED))
-        # Forgetting may come after the image has gone.
-        with allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
-            await self.connection.change(api.UPDATE_CONTENT, request)
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -239,51 +154,6 @@ class Containerd:
 
         After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
-
-    async def write(
-        self,
-        digest: str,
-        size: int,
-        source: manifest.Blobs,
-        hold: base.Hold,
-        origin: manifest.Reference,
-    ) -> None:
-        """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
-
-        ``origin``: its registry and repository have the blob, too.
-        """
-        request = functools.partial(
-            pb.WriteContentRequest, ref=f"{base.OWN_PREFIX}{digest}", total=size
-        )
-        labels = {f"{_ORIGIN}{origin.host}": origin.path}
-        writer = cri.Exchange(self.connection, api.WRITE, hold.id)
-        try:
-            with allowing("ALREADY_EXISTS"):
-                offset = (await writer.send(request(action=pb.STAT, expected=digest))).offset
-                if offset < size:
-                    async for chunk in source(offset):
-                        for begin in range(0, len(chunk), WRITE_CHUNK):
-                            # No copy of a chunk that is small enough.
-                            data = chunk[begin : begin + WRITE_CHUNK]
-                            await writer.send(request(action=pb.WRITE, offset=offset, data=data))
-                            offset += len(data)
-                await writer.send(
-                    request(action=pb.COMMIT, expected=digest, offset=offset, labels=labels)
-                )
-        finally:
-            writer.close()
-        # The store may have had the blob before, with no lease of ours on it.
-        await self._leases.add(hold.id, holds.content(digest))
-
-    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Delete half-fetched blobs."""
-        kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, _, digest = each.ref.partition("-")
-            if digest in digests and kind in kinds:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self.connection.change(api.ABORT, pb.AbortRequest(ref=each.ref))
 
     # --- pin and heal -----------------------------------------------------------------------------
 
@@ -346,7 +216,7 @@ class Containerd:
                 continue
             wanted = holds.content(hold.digest)
             held = await self._leases.resources(hold.id)
-            if wanted not in held and await self.has_content(wanted.id):
+            if wanted not in held and await self.content.has(wanted.id):
                 await self._leases.add(hold.id, wanted)
                 count += 1
         return count
@@ -394,11 +264,6 @@ async def connected(socket: Path) -> AsyncIterator[tuple[Containerd, str]]:
         yield made, await made.connect()
     finally:
         await made.close()
-
-
-def is_remote(labels: Mapping[str, str]) -> bool:
-    """Whether the files of a snapshot come from the registry when they are read."""
-    return not _REMOTE.isdisjoint(labels)
 
 
 def _target(found: pb.Descriptor) -> manifest.Target:

@@ -10,8 +10,7 @@ import pytest_asyncio
 
 from preheat.image import manifest
 from preheat.registry import estimate
-from preheat.runtimes import base, containerd_pb2
-from preheat.runtimes import containerd as adapter
+from preheat.runtimes import base, containerd_pb2, store
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry, stargz
 
@@ -49,7 +48,7 @@ def test_labels_tell_what_is_mounted_from_the_registry(
     labels: dict[str, str], remote: bool
 ) -> None:
     info = containerd_pb2.SnapshotInfo(name="x", labels=labels)
-    assert adapter.is_remote(info.labels) is remote
+    assert store.is_remote(info.labels) is remote
 
 
 def test_mounted_layers_are_here_and_their_bytes_are_not() -> None:

@@ -204,6 +204,7 @@ class StillRuntime:
         self.shape = shape_of("a", "b")
         self.folder = folder
         self.last_used = last_used
+        self.content = self.layers = self
 
     async def inventory(self) -> base.ImageInventory:
         hold = base.Hold(

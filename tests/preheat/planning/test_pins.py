@@ -12,7 +12,7 @@ import kit.files
 import kit.traces
 from preheat import uninstall
 from preheat.image import manifest
-from preheat.runtimes import base, containerd_pb2, unpacked
+from preheat.runtimes import base, containerd_pb2, store
 from preheat.runtimes import containerd as adapter
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import holds as holding
@@ -239,7 +239,7 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
         await room.pin(two.ref)
         await room.pin(three.ref)
         await room.unpin(three.ref)
-        await room.reconciler.runtime.note_use(one.pushed.top, NOW)
+        await room.reconciler.runtime.content.note_use(one.pushed.top, NOW)
 
         async def begun() -> bool:
             return any(i.ref.startswith("nodeagent-") and i.offset for i in await ingests())
@@ -249,7 +249,7 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
 
         async def durable() -> bool:
             labels = (await rig.kubelet.snapshot_labels()).values()
-            return any(unpacked.DURABLE in each for each in labels)
+            return any(store.DURABLE in each for each in labels)
 
         await until(durable, 60, "a layer to be durable")
         await room.pause(half.ref)

@@ -44,7 +44,9 @@ async def test_our_own_partial_layer_of_a_registry_without_ranges_is_completed(
         await until(
             lambda: room.reconciler.pulls.totals.failed["network"] > 0, what="it to break off"
         )
-        begun = max(each.ours or 0 for each in (await room.reconciler.runtime.ingests()).values())
+        begun = max(
+            each.ours or 0 for each in (await room.reconciler.runtime.content.ingests()).values()
+        )
         await state(room, ref, "ready")
         failed = dict(room.reconciler.pulls.totals.failed)
 

@@ -21,7 +21,7 @@ from preheat import status
 from preheat.component import Preheat
 from preheat.image import manifest
 from preheat.pulling import durability
-from preheat.runtimes import base, unpacked
+from preheat.runtimes import base, store
 from preheat.runtimes import containerd_pb2 as pb
 from tests.cache.test_space import disk
 from tests.preheat import rig as rigs
@@ -72,11 +72,11 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
 
 def test_only_a_stack_of_directories_is_unpacked_in_place() -> None:
     def place(kind: str, *options: str) -> pb.Mount | None:
-        return unpacked.in_place([pb.Mount(type=kind, source=kind, options=options)])
+        return store.in_place([pb.Mount(type=kind, source=kind, options=options)])
 
     assert place("bind", "ro") is None
     assert place("overlay", "upperdir=/u") is None
-    assert unpacked.in_place([]) is None
+    assert store.in_place([]) is None
     lowest = place("overlay", "index=off", "upperdir=/u", "lowerdir=/s/1/fs")
     assert lowest == pb.Mount(type="bind", source="/s/1/fs", options=["rw", "rbind"])
     upper = place("overlay", "lowerdir=/s/2/fs:/s/1/fs")
@@ -129,7 +129,7 @@ class Node:
     async def labelled(self) -> int:
         """Layers that are known to be durable."""
         labels = await self.rig.kubelet.snapshot_labels()
-        return sum(each.get(unpacked.DURABLE) == "yes" for each in labels.values())
+        return sum(each.get(store.DURABLE) == "yes" for each in labels.values())
 
     async def nothing_left(self, image: Image, *more: str) -> None:
         """One pin and nothing else of ours, no half of anything; ``more``: other snapshots."""

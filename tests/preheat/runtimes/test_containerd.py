@@ -39,7 +39,7 @@ async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None
     with pytest.raises(asyncio.CancelledError):
         await task
     await rig.quiet()
-    kept = sum(each.offset for each in (await box.ingests()).values())
+    kept = sum(each.offset for each in (await box.content.ingests()).values())
 
     rig.gate.rate = rig.gate.pause_at = 0
     rig.gate.reset()
