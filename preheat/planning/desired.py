@@ -175,7 +175,7 @@ def retained(
         return {}
     found: dict[str, Request] = {}
     covered = {inventory.digest_of(ref) for ref in requested}
-    released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
+    released = {hold.ref for hold in inventory.notes("released")}
     keep = f"for:{section.retain.duration:.0f}"
     for record in inventory.records:
         shape = inventory.shapes.get(record.target.digest)
@@ -205,8 +205,8 @@ def lingering(
     With ``retain`` that is an image whose last container ended; else the settings dropped it. One
     that an operator released is no longer kept.
     """
-    since = {hold.ref: hold.created for hold in _dropped(inventory)}
-    released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
+    since = {hold.ref: hold.created for hold in inventory.notes("dropped")}
+    released = {hold.ref for hold in inventory.notes("released")}
     found: dict[str, Request] = {}
     for hold in sorted(inventory.holds, key=lambda each: each.created):
         if hold.role == "note" or hold.by == "operator" or hold.ref in requested:
@@ -225,13 +225,9 @@ def lingering(
 
 def newly_dropped(inventory: base.ImageInventory, requested: Mapping[str, Request]) -> list[str]:
     """References of dropped images about which there is no note yet."""
-    noted = {hold.ref for hold in _dropped(inventory)}
+    noted = {hold.ref for hold in inventory.notes("dropped")}
     dropped = (each for each in requested.values() if each.dropped_until is not None)
     return [each.ref for each in dropped if each.ref not in noted]
-
-
-def _dropped(inventory: base.ImageInventory) -> list[base.Hold]:
-    return [hold for hold in inventory.held("note") if hold.state == "dropped"]
 
 
 def stale_notes(

@@ -200,7 +200,7 @@ class Reconciler:
             known = [each for each in requests.values() if each.digest or each.measured]
             decided = plan.decide(node, known, pinned, section.concurrency, now)
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
-            shared = await asyncio.to_thread(estimate.shared_of_images, inventory, bases)
+            shared = await asyncio.to_thread(estimate.shared, inventory, bases)
             self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
             await self._act(self.snapshot)
 

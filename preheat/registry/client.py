@@ -66,7 +66,7 @@ class Registry:
         self.documents = known
         self._session: aiohttp.ClientSession | None = None
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
-        self._contexts: LRUCache[hosts.Host, tuple[hosts.Seen, _Server]] = LRUCache(MOST_CONTEXTS)
+        self._contexts: LRUCache[tuple[hosts.Host, hosts.Seen], _Server] = LRUCache(MOST_CONTEXTS)
         self.requests = 0
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -158,10 +158,11 @@ class Registry:
                 kind = "manifests" if digest in manifests else "blobs"
                 path = f"{kind}/{digest}"
                 servers = await self._servers(ref, {"pull"})
-                _, data = await _first(servers, lambda each: self._document(each, ref, path, login))
-                if manifest.digest_of(data) != digest:
+                _, body = await _first(servers, lambda each: self._document(each, ref, path, login))
+                if manifest.digest_of(body) != digest:
                     raise PullError(ref.text, Kind.CORRUPT, f"the bytes do not match {digest}")
-                await self.documents.put(digest, data)
+                await self.documents.put(digest, body)
+                data = body
             if digest in manifests:
                 manifests.update(_manifests_in(data))
             return data
@@ -220,14 +221,14 @@ class Registry:
         return [(host, hosts.seen(host)) for host in hosts.of(self._directories, name)]
 
     async def _server(self, host: hosts.Host, seen: hosts.Seen) -> _Server:
-        known = self._contexts.get(host)
-        if known is None or known[0] != seen:
+        known = self._contexts.get((host, seen))
+        if known is None:
             try:
-                made = _Server(host, await asyncio.to_thread(hosts.context, host))
+                known = _Server(host, await asyncio.to_thread(hosts.context, host))
             except ValueError as error:
-                made = _Server(host, None, str(error))
-            self._contexts[host] = known = seen, made
-        return known[1]
+                known = _Server(host, None, str(error))
+            self._contexts[host, seen] = known
+        return known
 
     async def _document(
         self,

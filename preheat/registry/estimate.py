@@ -37,8 +37,15 @@ class Reuse:
     bases: tuple[str, ...]  # bases it shares layers with, at most ``MOST_BASES``
 
 
-def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[Reuse]:
-    """For the first ``MOST_IMAGES`` images by name."""
+def shared(inventory: base.ImageInventory, bases: frozenset[str]) -> tuple[Reuse, ...]:
+    """For the first ``MOST_IMAGES`` tagged images on the node by name."""
+    shapes = {
+        record.name: inventory.shapes[record.target.digest]
+        for record in inventory.records
+        if record.target.digest in inventory.shapes
+        and not manifest.is_digest(record.name)
+        and "@" not in record.name
+    }
     having: dict[str, list[str]] = {}  # chain id -> bases that have it, one more than are shown
     for name in sorted(bases & shapes.keys()):
         for layer in shapes[name].layers:
@@ -56,19 +63,7 @@ def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[
                 shared += layer.size
                 others.update(known)
         found.append(Reuse(ref, total, shared, tuple(sorted(others)[:MOST_BASES])))
-    return found
-
-
-def shared_of_images(inventory: base.ImageInventory, bases: frozenset[str]) -> tuple[Reuse, ...]:
-    """The report for all tagged images on the node."""
-    tagged = {
-        record.name: inventory.shapes[record.target.digest]
-        for record in inventory.records
-        if record.target.digest in inventory.shapes
-        and not manifest.is_digest(record.name)
-        and "@" not in record.name
-    }
-    return tuple(shared(tagged, bases))
+    return tuple(found)
 
 
 log = structlog.get_logger("preheat")

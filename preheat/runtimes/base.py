@@ -160,6 +160,9 @@ class ImageInventory:
         """The holds of one role, of one reference or all."""
         return [h for h in self.holds if h.role == role and ref in (None, h.ref)]
 
+    def notes(self, state: str) -> list[Hold]:
+        return [hold for hold in self.held("note") if hold.state == state]
+
     def target_of(self, ref: str) -> manifest.Target | None:
         """What ``ref`` names in the runtime now."""
         return next((record.target for record in self.records if record.name == ref), None)

@@ -146,7 +146,7 @@ class Node:
         self, known: failure.PullFailure | None, now: float, pull: bool
     ) -> failure.PullFailure:
         attempts = 1 if known is None else known.attempts + 1
-        if pull and attempts >= pull.PROBED_AFTER and self._lookup.failed is None:
+        if pull and attempts >= PROBED_AFTER and self._lookup.failed is None:
             self._answered = 0.0  # as Resolver.probe
         return self._turns.failed(REF, GONE, attempts, now, pull=pull)
 
