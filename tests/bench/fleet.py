@@ -24,6 +24,7 @@ from typing import Any
 from kube.settings import ThisNode
 from preheat.image import manifest
 from preheat.pulling import reconciler
+from preheat.pulling.pull import PROBED_AFTER
 from preheat.registry import failure, resolver, schedule
 from preheat.registry.failure import Kind, PullError
 from preheat.settings import PreheatSettings
