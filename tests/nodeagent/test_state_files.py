@@ -139,7 +139,8 @@ FILES = [
          lambda f: follow._load(f / follow.FILE).wishes == {WISH.key: WISH},
          lambda f: follow._load(f / follow.FILE) == intent.Known()),
     Kept("requests.json", _save_requests, lambda f: requests.Requests(f).asked, _refuses),
-    Kept("preheat-boot.json", lambda f: durability.save(str(f / durability.STATE), "now", []),
+    Kept("preheat-boot.json", lambda f: kit.formats.save(
+        str(f / durability.STATE), {"boot": "now", "doubted": []}, durability.FORMAT),
          lambda f: durability.load(f / durability.STATE) == durability.Kept("now"),
          lambda f: durability.begun(durability.load(f / durability.STATE), "now",
                                     frozenset({"loose"})).doubted == {"loose"}),
