@@ -115,7 +115,7 @@ def test_what_a_newer_agent_holds_is_listed_by_name(
 
         yield SimpleNamespace(inventory=look), ""
 
-    monkeypatch.setattr(uninstall.containerd, "connected", runtime)
+    monkeypatch.setattr("preheat.runtimes.containerd.connected", runtime)
     section = PreheatSettings(socket=tmp_path / "s").as_json()
     (tmp_path / "s").touch()
     (found,) = uninstall.find(section, str(tmp_path))
