@@ -84,7 +84,7 @@ async def set_condition(server: client.ApiServer, node: str, wanted: Condition) 
         "GET", path, about=about, deadline=ANSWER_SECONDS, largest=LARGEST_NODE
     )
     there = (found.get("status") or {}).get("conditions") or []
-    before = next((each for each in there if each.get("type") == wanted.type), {})
+    before: Mapping[str, Any] = next((e for e in there if e.get("type") == wanted.type), {})
     now, word = _now(), str(wanted.status)
     body = {
         "type": wanted.type, "status": word, "reason": wanted.reason, "message": wanted.message,

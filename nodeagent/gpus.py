@@ -6,7 +6,7 @@ none there are no series of them, and one line in the log says why.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
@@ -46,10 +46,10 @@ KEPT = 12  # looks: a minute, so that a scrape every half minute misses nothing
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 1800.0  # after a look that failed
 
 
-def stalls() -> Iterable[Metric]:
+def stalls(read: Callable[[], float | None] = io_stalled) -> Iterable[Metric]:
     """What the whole node waits for its disks and network file systems; on nodes without a GPU too.
     Nothing where the kernel does not count it."""
-    if (seconds := io_stalled()) is not None:
+    if (seconds := read()) is not None:
         text = (
             "Seconds in which a task of this node waited for I/O, jobs included (the kernel's PSI)."
         )

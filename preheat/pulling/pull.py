@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 from preheat import settings
 from preheat.image import manifest
 from preheat.planning import desired

@@ -56,11 +56,12 @@ def count() -> None:
     real = client.ApiServer._sent
 
     def counted(
-        self: client.ApiServer, method: str, path: str, data: bytes | None = None, kind: str = ""
-    ) -> AbstractAsyncContextManager[Any]:
+        self: client.ApiServer, method: str, path: str, body: dict[str, Any] | None = None,
+        kind: str = "",
+    ) -> AbstractAsyncContextManager[Any]:  # fmt: skip
         requests[what(method, path)] += 1
-        sent["bytes"] += len(data or b"")
-        return real(self, method, path, data, kind)
+        sent["bytes"] += 0 if body is None else len(json.dumps(body))
+        return real(self, method, path, body, kind)
 
     setattr(client.ApiServer, "_sent", counted)  # noqa: B010
 

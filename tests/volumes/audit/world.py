@@ -11,7 +11,7 @@ from ceph.protocol import ClusterView, ImageView, Lock, Watcher
 from kube.settings import KubeletSettings, ThisNode
 from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
-from nodeagent import reporter as reporting
+from nodeagent import state as reporting
 from volumes.audit import service
 from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
 from volumes.audit.rules.base import AuditRule, Outcome
