@@ -380,7 +380,7 @@ class Index:
             number,
         )
         where = None if location is None else tuple(json.loads(location))
-        return DirectoryRow(id, parent, Entry(*json.loads(attributes)), *figures, where)
+        return DirectoryRow(*(id, parent, Entry(*json.loads(attributes)), *figures, where))
 
     def subdirectories(self, number: int) -> Iterator[Entry]:
         query = "SELECT attributes FROM directories WHERE parent = ?"
