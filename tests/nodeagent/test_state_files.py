@@ -89,7 +89,7 @@ def _refuses(folder: Path) -> bool:
 
 def _save_requests(folder: Path) -> None:
     made = requests.Requests(folder)
-    made.asked = {("CachedDataset", "coco", "rescan"): requests.Progress("a", "done")}
+    made.asked = {("CachedDataset", "coco", "rescan"): requests.ObjectRequest("a", "done")}
     asyncio.run(made._save())
 
 
