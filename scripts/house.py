@@ -18,15 +18,15 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 63_565,
-    "modules": 325,
+    "lines of the product": 62_721,
+    "modules": 280,
     "modules at the top of cache": 9,
     "modules at the top of preheat": 8,
     "modules at the top of volumes": 8,
-    "class names with several meanings": 38,
-    "writes to a dataset from outside its module": 71,
-    "modules that write to a dataset": 11,
-    f"functions with {PARAMETERS} parameters or more": 49,
+    "class names with several meanings": 34,
+    "writes to a dataset from outside its module": 54,
+    "modules that write to a dataset": 10,
+    f"functions with {PARAMETERS} parameters or more": 40,
     "settings (leaves of docs/settings.md)": 138,
 }
 
