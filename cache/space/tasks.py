@@ -28,7 +28,7 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
         before=before.folder if before is not None else "",
         before_made_ns=int(made * 1e9),
         inodes=target.record.inodes,
-        share=target.record.share,
+        share=target.record.kept_share,
         manifest=_manifest(reached),
     )
 

@@ -62,13 +62,13 @@ class Generation(manifest.Counts):
     state: str = "new"  # new, filling, partial, complete, stale (its source is another one now)
     skeleton: bool = False  # every directory of the source is in the tree
     wanted: bool = False  # an operator asked to warm it
-    held: str = ""  # paused, cancelled or evicted: not filled until an operator asks
+    paused: str = ""  # paused, cancelled or evicted: not filled until an operator asks
     why: str = ""  # why it is partial, or why the last fill failed
     created: float = 0.0  # Unix time
     completed: float = 0.0
     used: int = 0  # SSD bytes
     inodes: int = 0
-    share: int = subset.ALL  # of the files that are kept (store.subset)
+    kept_share: int = subset.ALL  # of the files (store.subset)
     evicting: bool = False  # what the share takes out may still be in the tree
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
