@@ -112,8 +112,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
     yield f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD"
     if files["no_room"]:
         yield f"no room    for {files['no_room']} files, {size(data['no_room'])}"
-    if d.get("share", 1) < 1:
-        kept = f"{d['share']:.1%} of the files, always the same ones"
+    if d.get("kept_share", 1) < 1:
+        kept = f"{d['kept_share']:.1%} of the files, always the same ones"
         yield f"kept       {kept}; the rest is at the source"
     if hits := d.get("hits"):
         share, _, sample = _hits(hits).partition(" ")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ceph.doctor
 import kit.errors
 import kit.files
 from cache.csi import volumes
@@ -15,7 +14,8 @@ from cache.settings import CacheSettings, CephfsSource, DirSource, PvcSource, Rb
 from cache.sources import base, claims, roots
 from cache.store import disk, tree
 from cache.views import view
-from kit.checks import Check
+from ceph import monitors, secrets
+from kit.room import Check
 from kube.settings import ThisNode
 from linux import devmapper, krbd, mountinfo, mounts
 
@@ -50,8 +50,8 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             found.append(Check(f"claim {name}", claim, asked, cost))
             continue
         key = (str(source.secret_file), source.user)
-        found.append(Check(f"key {name}", ceph.doctor.key, key, cost))
-        found.append(Check(f"ceph {name}", ceph.doctor.reach, (list(source.monitors),), cost))
+        found.append(Check(f"key {name}", secrets.has_key, key, cost))
+        found.append(Check(f"ceph {name}", monitors.reach, (list(source.monitors),), cost))
     clients = {source.client for source in sources.values() if isinstance(source, CephfsSource)}
     client = "auto" if len(clients) != 1 else clients.pop()
     cost = "no dataset of kind cephfs is served"

@@ -47,7 +47,7 @@ async def pause(cache: "Cache", name: str) -> None:
 
 def paused(cache: "Cache", name: str) -> End | None:
     generation = cache.get(name).generation
-    return End(True, "" if generation.held else f"nothing to pause: it is {generation.state}")
+    return End(True, "" if generation.paused else f"nothing to pause: it is {generation.state}")
 
 
 async def rescan(cache: "Cache", name: str) -> None:

@@ -74,7 +74,7 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
         },
         "eta_seconds": None if seconds_left is None else round(seconds_left),
         "store_bytes": shown.used(),
-        "share": round(generation.share / subset.ALL, 4),
+        "kept_share": round(generation.kept_share / subset.ALL, 4),
         "refreshes": shown.refreshes,
         "verify": _verification(shown.verification),
         "scrub": _scrub(shown),

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import kit.errors
+
 BANNER_SECONDS = 3.0
 
 # host:port, [ipv6]:port, either behind v1: or v2:, single or in a bracketed list
@@ -71,6 +73,16 @@ async def resolve(monitors: Iterable[str]) -> list[Address]:
         usual = "v2" if address.port == 3300 else "v1"
         resolved.append(address._replace(protocol=banner or address.protocol or usual))
     return resolved
+
+
+def reach(given: list[str]) -> str:
+    """For doctor. SourceError when no monitor answers."""
+    found = asyncio.run(resolve(given))
+    if not found:
+        raise kit.errors.SourceError(
+            f"monitors {', '.join(given)}", "none answers", "check the addresses and the network"
+        )
+    return f"a monitor of {', '.join(map(str, found))} answers"
 
 
 async def _banner(host: str, port: int) -> str:

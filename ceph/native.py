@@ -18,9 +18,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ceph import layout, objects
-from ceph.layout import Layout
-from ceph.objects import Location
+from ceph import objects
+from ceph.objects import Layout, Location
 from ceph.protocol import Access as Access
 from ceph.protocol import Entry
 
@@ -188,7 +187,7 @@ class Listing:
         length = self._lib.ceph_getxattr(self._mount, full, b"ceph.file.layout", value, len(value))
         _checked(length, "ceph.file.layout")
         try:
-            found = layout.parse(value.raw[:length].rstrip(b"\0").decode())
+            found = objects.parse_layout(value.raw[:length].rstrip(b"\0").decode())
         except ValueError as error:
             raise OSError(errno.EINVAL, str(error)) from error
         if found.namespace or found.pool != location.pool:

@@ -51,6 +51,12 @@ def read(path: str | Path, user: str, thing: str) -> str:
     return key
 
 
+def has_key(secret_file: str, user: str) -> str:
+    """For doctor. SourceError when the file holds no key of the user."""
+    read(secret_file, user, f"key of client.{user}")
+    return f"{secret_file} has a key for client.{user}"
+
+
 def _of_keyring(text: str, user: str) -> str | None:
     section = ""
     for line in text.splitlines():

@@ -1,5 +1,5 @@
 """Small files: read bounded, replaced whole, appended to, locked; descriptors that are closed
-again."""
+again; sockets by their paths."""
 
 import contextlib
 import errno
@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import time
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ def existing(path: str) -> str:
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
+
+
+def grpc_address(socket: Path) -> str:
+    """The address of a unix socket for gRPC, which decodes the percent signs of an address."""
+    return f"unix:{urllib.parse.quote(str(socket))}"
 
 
 def append(path: Path, entry: Mapping[str, Any], largest: int | None = None) -> None:

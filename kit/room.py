@@ -34,7 +34,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import kit.checks
 import kit.errors
 import kit.findings
 import kit.settings
@@ -365,8 +364,25 @@ class Presence:
     listen: Callable[[Any, Callable[[], Awaitable[None]]], None]  # component, what to await
 
 
-# settings, state_dir -> what the node must have for them (``nodeagent doctor``)
-Checks = Callable[[Any, Path], Sequence[kit.checks.Check]]
+@dataclass(frozen=True)
+class Check:
+    """What a node must have; ``nodeagent doctor`` looks.
+
+    ``look(*arguments)``: a public function of a module; plain JSON goes in, a line on what works
+    comes out. AgentError or OSError says what is missing. ``cost``: what does not work without it.
+    ``wanted``: the settings ask for it.
+    """
+
+    name: str
+    look: Callable[..., str]
+    arguments: tuple[Any, ...]
+    cost: str
+    wanted: bool = True
+    deadline: float = 20.0  # the child of a look starts in seconds on a busy node
+
+
+# settings, state_dir -> what the node must have for them
+Checks = Callable[[Any, Path], Sequence[Check]]
 Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
 
 

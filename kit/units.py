@@ -115,10 +115,6 @@ def _setting_duration(seconds: float) -> str:
     return f"{_plain(seconds)}s"
 
 
-def _setting_share(share: float) -> str:
-    return _plain(share)
-
-
 def _plain(number: float) -> str:
     """Exact, and without an exponent, which a setting may not have."""
     text = format(decimal.Decimal(repr(float(number))), "f")
@@ -127,4 +123,4 @@ def _plain(number: float) -> str:
 
 Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_setting_size)]
 Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_setting_duration)]
-Share = Annotated[float, BeforeValidator(parse_share), PlainSerializer(_setting_share)]
+Share = Annotated[float, BeforeValidator(parse_share), PlainSerializer(_plain)]

@@ -5,8 +5,10 @@ used again, so that connections stay open.
 """
 
 import base64
+import contextlib
 import os
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,24 +43,17 @@ class _Trust:
         context = ssl.create_default_context(cadata=self.authority.decode("ascii"))
         if self.certificate:
             # load_cert_chain takes paths only; a key of a kubeconfig never goes to a disk.
-            with _Memory(self.certificate) as certificate, _Memory(self.key) as key:
+            with _in_memory(self.certificate) as certificate, _in_memory(self.key) as key:
                 context.load_cert_chain(certificate, key)
         return context
 
 
-class _Memory:
-    """Bytes as a file in memory; gives its path."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def __enter__(self) -> str:
-        self._descriptor = os.memfd_create("kubeconfig")
-        os.write(self._descriptor, self._content)
-        return f"/proc/self/fd/{self._descriptor}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """The path of a file in memory."""
+    with kit.files.closing(os.memfd_create("kubeconfig")) as descriptor:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
 
 
 class Reader:

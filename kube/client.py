@@ -12,15 +12,18 @@ import re
 import socket
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
 
 import aiohttp
+import structlog
 
 import kit.errors
 from kit.pause import Backoff
 from kube import access
 from kube.settings import AccessSettings
+
+log = structlog.get_logger("cluster")
 
 LARGEST_ANSWER = 256 * 1024
 LARGEST_LINE = 4 * 1024 * 1024  # of a watch: an object of etcd has 1.5 MiB at most
@@ -62,7 +65,7 @@ class KubeError(kit.errors.AgentError):
 
 
 class ApiServer:
-    """``close`` ends its connections. ``name``: what errors call it; a kubelet serves one, too.
+    """``close`` ends its connections.
 
     ``versions``: what was seen of the etcd of each part of the API (``part_of``). ``epoch`` counts
     how often one of them turned out to be another one, or an older one: what was written there
@@ -73,12 +76,11 @@ class ApiServer:
     not stream lists, as far as is known (``watching``), on the monotonic clock.
     """
 
-    def __init__(self, asked: AccessSettings, name: str = "the API server") -> None:
+    def __init__(self, asked: AccessSettings) -> None:
         self.requests = 0
         self.received = 0
         self.versions: dict[str, ResourceVersions] = {}
         self.no_streams_until = 0.0
-        self._name = name
         self._quiet_until = 0.0  # what Retry-After asked for, on the monotonic clock
         self._reader = access.Reader(asked)
         self._session: aiohttp.ClientSession | None = None
@@ -101,8 +103,17 @@ class ApiServer:
         """
         self._keep_quiet(about)
         try:
-            async with asyncio.timeout(deadline):
-                return await self._request(method, path, body, about, kind, largest)
+            async with (
+                asyncio.timeout(deadline),
+                self._sent(method, path, body, kind) as response,
+            ):
+                sent = await self._whole(response, largest)
+                if response.status not in (200, 201):
+                    raise self._refused(response, sent, about)
+            answer = json.loads(sent)
+            if not isinstance(answer, dict):
+                raise ValueError("the answer is no object")
+            return answer
         except aiohttp.ConnectionTimeoutError:
             raise KubeError(about, f"no connection within {CONNECT_SECONDS:g}s") from None
         except TimeoutError:
@@ -110,25 +121,6 @@ class ApiServer:
         except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
             # RuntimeError: the session was closed meanwhile, for other settings.
             raise KubeError(about, str(error) or type(error).__name__) from None
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        about: str,
-        kind: str,
-        largest: int,
-    ) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        async with self._sent(method, path, data, kind) as response:
-            sent = await self._whole(response, largest)
-            if response.status not in (200, 201):
-                raise self._refused(response, sent, about)
-        answer = json.loads(sent)
-        if not isinstance(answer, dict):
-            raise ValueError("the answer is no object")
-        return answer
 
     async def lines(
         self, path: str, *, about: str, deadline: float, silence: float
@@ -169,7 +161,7 @@ class ApiServer:
 
     @contextlib.asynccontextmanager
     async def _sent(
-        self, method: str, path: str, data: bytes | None = None, kind: str = ""
+        self, method: str, path: str, body: dict[str, Any] | None = None, kind: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if not _PATH.fullmatch(path):
             raise ValueError(f"{path[:100]!r} is not a path of the API")  # nobody quoted it
@@ -185,8 +177,9 @@ class ApiServer:
         headers = {"Accept": "application/json", "User-Agent": "nodeagent"}
         if found.token:
             headers["Authorization"] = f"Bearer {found.token}"
-        if data is not None:
-            headers["Content-Type"] = kind
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), kind
         self.requests += 1
         async with self._session.request(
             method, f"{found.server}{path}", data=data, headers=headers, ssl=found.tls,
@@ -209,7 +202,7 @@ class ApiServer:
         except ValueError:  # a date: the server's clock is not ours
             pause = 0.0
         status = response.status
-        cause = f"{self._name} answers {status}{_why(sent)}"
+        cause = f"the API server answers {status}{_why(sent)}"
         pause = max(0.0, min(pause, LONGEST_RETRY_AFTER))
         if status in (429, 503):
             self._quiet_until = max(self._quiet_until, time.monotonic() + pause)
@@ -218,7 +211,7 @@ class ApiServer:
     def _keep_quiet(self, about: str) -> None:
         left = self._quiet_until - time.monotonic()
         if left > 0:
-            raise KubeError(about, f"{self._name} asked to be left alone", 429, left)
+            raise KubeError(about, "the API server asked to be left alone", 429, left)
 
     def versions_of(self, path: str) -> "ResourceVersions":
         """Of the etcd that has what is at ``path``."""
@@ -290,6 +283,30 @@ class Pauses:
     def reset(self) -> None:
         self._away.reset()
         self._refused.reset()
+
+
+async def repeat(
+    step: Callable[[], Awaitable[None]],
+    seconds: float,
+    problem: str,
+    failed: Callable[[KubeError], None] = lambda _: None,
+) -> NoReturn:
+    """``step`` again and again, ``seconds`` apart, after an error later (``Pauses``); never ends.
+
+    ``problem``: what the log says of the first error in a row. ``failed`` gets each.
+    """
+    pauses = Pauses(seconds)
+    while True:
+        pause = seconds * random.uniform(1.0, 1.25)
+        try:
+            await step()
+            pauses.reset()
+        except KubeError as error:
+            if not pauses.attempts:
+                log.warning(problem, why=str(error))
+            failed(error)
+            pause = pauses.after(error)
+        await asyncio.sleep(pause)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -5,7 +5,6 @@ their names) into that, key by key (RFC 7386). A file with any ``evictionHard`` 
 the signals that it leaves out, unless ``mergeDefaultEvictionSettings`` is set.
 """
 
-import dataclasses
 import decimal
 import re
 from collections.abc import Iterator, Mapping
@@ -83,13 +82,13 @@ def thresholds(section: settings.KubeletSettings) -> Thresholds:
     """What the kubelet's own files say, else its defaults. Blocking. Raises SettingsError."""
     if section.config is None:
         origin = "the kubelet's defaults, assumed: kubelet.config is not set"
-        return dataclasses.replace(of({}, origin), assumed=True)
+        return of(defaulted({}), origin, assumed=True)
     path = section.config
     try:
-        content = _defaulted(_read(path))
+        content = defaulted(_read(path))
         for path in _drop_ins(section.config_dir):
             content = _merged(content, _read(path))
-        return _of(content, str(section.config))
+        return of(content, str(section.config))
     except (OSError, *_NO_CONFIGURATION) as error:
         raise kit.errors.SettingsError(
             f"kubelet.config {path}",
@@ -98,13 +97,8 @@ def thresholds(section: settings.KubeletSettings) -> Thresholds:
         ) from error
 
 
-def of(content: dict[str, Any], origin: str) -> Thresholds:
-    """Of a KubeletConfiguration without its defaults. One of ``_NO_CONFIGURATION`` when it is not
-    one."""
-    return _of(_defaulted(content), origin)
-
-
-def _of(content: Mapping[str, Any], origin: str) -> Thresholds:
+def of(content: Mapping[str, Any], origin: str, *, assumed: bool = False) -> Thresholds:
+    """Of a KubeletConfiguration with its defaults; one of ``_NO_CONFIGURATION`` when it is none."""
     limits = [content.get(name) or {} for name in ("evictionHard", "evictionSoft")]
     high, low = (
         int(content[key]) / 100
@@ -115,8 +109,7 @@ def _of(content: Mapping[str, Any], origin: str) -> Thresholds:
         for signal in (AVAILABLE, INODES, NODEFS_AVAILABLE, NODEFS_INODES)
     )
     return Thresholds(
-        *(high, min(low, high), free, inodes),
-        assumed=False,
+        *(high, min(low, high), free, inodes, assumed),
         nodefs_free=nodefs_free,
         nodefs_inodes=nodefs_inodes,
         origin=origin,
@@ -130,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _defaulted(content: dict[str, Any]) -> dict[str, Any]:
+def defaulted(content: dict[str, Any]) -> dict[str, Any]:
     """With the kubelet's defaults for what is used here."""
     found: dict[str, Any] = {"imageGCHighThresholdPercent": 85, "imageGCLowThresholdPercent": 80}
     found |= {key: value for key, value in content.items() if value is not None}

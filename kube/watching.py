@@ -84,7 +84,6 @@ class Watch(Generic[KeptT]):
         keep: Callable[[dict[str, Any]], KeptT | None],
         changed: Callable[[], None],
         query: Mapping[str, str] | None = None,
-        silence: float = SILENCE_SECONDS,
         page: int = 0,
     ) -> None:
         self.objects: dict[str, KeptT] = {}
@@ -100,7 +99,6 @@ class Watch(Generic[KeptT]):
         self._keep = keep
         self._changed = changed
         self._query = dict(query or {})
-        self._silence = silence
         self._page = page
         self._version = ""
         self._doubtful = False  # the connection broke: this may be another server, or another etcd
@@ -221,7 +219,7 @@ class Watch(Generic[KeptT]):
             query |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
             query["resourceVersion"] = "" if self._page else "0"
         events = self._server.lines(
-            self._url(**query), about=self._about, silence=self._silence,
+            self._url(**query), about=self._about, silence=SILENCE_SECONDS,
             deadline=ANSWER_SECONDS if first is None else BEGIN_SECONDS,
         )  # fmt: skip
         try:

@@ -18,13 +18,12 @@ import os
 import signal
 import stat
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import kit.files
-from linux import rbd_sysfs
+from linux import rbd_sysfs, syscalls
 
 SECTOR = 512
 _SYSFS = "/sys"
@@ -116,11 +115,13 @@ def created(name: str, lines: Sequence[Line]) -> Iterator[str]:
         _load(name, lines)
         _ask(_SUSPEND, name)  # without the flag that suspends: it resumes
         head, _ = _ask(_STATUS, name)
-        with tempfile.TemporaryDirectory() as own:
-            node = _node(_number(head[9]), Path(own))
-            with kit.files.closing(os.open(node, os.O_RDONLY | os.O_CLOEXEC)):
-                _ask(_REMOVE, name, flags=_DEFERRED_REMOVE)
-                yield node
+        number, flags = _number(head[9]), os.O_RDONLY | os.O_CLOEXEC
+        with (
+            syscalls.device_node(f"/dev/dm-{os.minor(number)}", stat.S_IFBLK, number) as node,
+            kit.files.closing(os.open(node, flags)),
+        ):
+            _ask(_REMOVE, name, flags=_DEFERRED_REMOVE)
+            yield node
     except BaseException:
         with contextlib.suppress(OSError):  # it may have gone by itself
             _ask(_REMOVE, name, flags=_DEFERRED_REMOVE)
@@ -187,35 +188,21 @@ def _ask(
 
 @contextlib.contextmanager
 def _control() -> Iterator[int]:
-    """The control device, also where a container's /dev lacks its node. OSError."""
+    """The control device. OSError."""
     major, _, minor = rbd_sysfs.text(f"{_SYSFS}/class/misc/device-mapper/dev").partition(":")
     if not minor:
         raise OSError(errno.ENODEV, "the kernel has no device mapper")
-    number = os.makedev(int(major), int(minor))
-    with tempfile.TemporaryDirectory() as own:
-        path = _CONTROL
-        with contextlib.suppress(OSError):
-            path = path if os.stat(path).st_rdev == number else ""
-        if not path or not os.path.exists(path):
-            path = f"{own}/control"
-            os.mknod(path, stat.S_IFCHR | 0o600, number)
-        with kit.files.closing(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as control:
-            yield control
+    number, flags = os.makedev(int(major), int(minor)), os.O_RDWR | os.O_CLOEXEC
+    with (
+        syscalls.device_node(_CONTROL, stat.S_IFCHR, number) as path,
+        kit.files.closing(os.open(path, flags)) as control,
+    ):
+        yield control
 
 
 def _number(device: int) -> int:
     """The kernel's huge_encode_dev, as os.stat has it."""
     return os.makedev(device >> 8 & 0xFFF, device & 0xFF | device >> 12 & 0xFFF00)
-
-
-def _node(number: int, own: Path) -> str:
-    path = f"/dev/dm-{os.minor(number)}"
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_rdev == number:
-            return path
-    made = own / f"dm-{os.minor(number)}"
-    os.mknod(made, stat.S_IFBLK | 0o600, number)
-    return str(made)
 
 
 def _text(raw: bytes) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linux import mountinfo, mounts, procfs, statx
+from linux import mountinfo, mounts, procfs, syscalls
 
 _MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 _INO = re.compile(rb"^ino:\s*(\d+)", re.MULTILINE)
@@ -124,8 +124,8 @@ class _Places:
 
     def __init__(self, targets: Sequence[str]) -> None:
         table = mountinfo.read()
-        self.mounted: dict[tuple[tuple[int, int], str], str] = {}
-        self.handed_out: dict[tuple[tuple[int, int], str], str] = {}  # directories pods are given
+        self.mounted: dict[mountinfo.Place, str] = {}
+        self.handed_out: dict[mountinfo.Place, str] = {}  # directories pods are given
         tops = {mount.target: mount for mount in table}  # the last one lies on top
         wanted = set(targets)
         for mount in table:
@@ -135,9 +135,7 @@ class _Places:
             parent = os.path.dirname(target)
             over = next((tops[each] for each in _upwards(parent) if each in tops), None)
             if over is not None:
-                below = os.path.relpath(parent, over.target)
-                place = over.device, os.path.normpath(os.path.join(over.root, below))
-                self.handed_out[place] = target
+                self.handed_out[over.below(parent)] = target
 
     def shown_by(self, mount: mountinfo.Mount) -> tuple[str, str]:
         """The target that ``mount`` shows, and which part of it; twice '' for another mount."""
@@ -238,8 +236,7 @@ class _Tree:
         status = os.stat(self.path)
         self.device = os.major(status.st_dev), os.minor(status.st_dev)
         disk = mountinfo.containing(self.path, mountinfo.read())
-        below = os.path.relpath(self.path, disk.target) if disk is not None else self.path
-        self.root = os.path.normpath(os.path.join(disk.root if disk is not None else "/", below))
+        self.root = self.path if disk is None else disk.below(self.path)[1]
 
     def shown_by(self, mount: mountinfo.Mount) -> bool:
         """Whether a mount shows it or a part of it."""
@@ -284,20 +281,18 @@ def of_tree(tree: str, besides: Sequence[str] = (), ours: int = 0) -> list[Holde
     return found
 
 
-_Place = tuple[tuple[int, int], str] | None
-
-
-def _place(mount: mountinfo.Mount, table: Sequence[mountinfo.Mount]) -> _Place:
+def _place(mount: mountinfo.Mount, table: Sequence[mountinfo.Mount]) -> mountinfo.Place | None:
     """On which directory of which file system it is mounted; None below a root that is hidden."""
-    for parent in table:
-        if parent.mount_id == mount.parent_id:
-            below = os.path.relpath(mount.target, parent.target)
-            return parent.device, os.path.normpath(os.path.join(parent.root, below))
-    return None
+    parent = next((each for each in table if each.mount_id == mount.parent_id), None)
+    return None if parent is None else parent.below(mount.target)
 
 
 def _shows_tree(
-    wanted: _Tree, table: Sequence[mountinfo.Mount], received: set[_Place], *, here: bool
+    wanted: _Tree,
+    table: Sequence[mountinfo.Mount],
+    received: set[mountinfo.Place | None],
+    *,
+    here: bool,
 ) -> str:
     """A mount of the tree that stays when ours is unmounted; '' when there is none."""
     for mount in table:
@@ -402,7 +397,7 @@ def of_layer(layer: str, now: tuple[int, int], ours: int = 0) -> Iterator[str]:
     assert shown is not None
     device, _ = shown
     known: dict[tuple[int, str], set[int]] = {}  # mounts of a namespace and root
-    place = statx.Statx(statx.PLACE)
+    place = syscalls.Statx(syscalls.PLACE)
     for pid, key in procfs.views():
         try:
             if key not in known:
@@ -419,7 +414,7 @@ def of_layer(layer: str, now: tuple[int, int], ours: int = 0) -> Iterator[str]:
 
 
 def _shows_layer(
-    mount: mountinfo.Mount, layer: str, place: tuple[tuple[int, int], str], now: tuple[int, int]
+    mount: mountinfo.Mount, layer: str, place: mountinfo.Place, now: tuple[int, int]
 ) -> bool:
     if mount.fstype == "overlay":
         return mount.device != now and mounts.shows_layer(mount.super_options, layer)
@@ -427,7 +422,7 @@ def _shows_layer(
 
 
 def _stands_in_layer(
-    place: statx.Statx, pid: int, layer: str, device: tuple[int, int], attached: set[int]
+    place: syscalls.Statx, pid: int, layer: str, device: tuple[int, int], attached: set[int]
 ) -> str:
     base = f"/proc/{pid}"
     links = [f"{base}/cwd", f"{base}/root"]

@@ -10,12 +10,12 @@ import fcntl
 import os
 import stat
 import struct
-import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import kit.files
-from linux import rbd_sysfs
+from linux import rbd_sysfs, syscalls
 
 _LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C08, 0x4C0A, 0x4C82
 _BLKRASET = 0x1262  # linux/fs.h
@@ -37,11 +37,9 @@ def attached(file: str, *, read_only: bool = True, offset: int = 0, size: int = 
     the device has a cache of its own. It reads ahead as on the disk below. OSError.
     """
     flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
-    with kit.files.closing(os.open(file, flags)) as backing, tempfile.TemporaryDirectory() as own:
+    with kit.files.closing(os.open(file, flags)) as backing:
         for _ in range(_ATTEMPTS):
-            number = _free()
-            node = _node(number, Path(own))
-            with kit.files.closing(os.open(node, flags)) as device:
+            with _node(_free()) as node, kit.files.closing(os.open(node, flags)) as device:
                 try:
                     wanted = _AUTOCLEAR | (_READ_ONLY if read_only else 0)
                     fcntl.ioctl(
@@ -76,10 +74,9 @@ def _read_ahead_as(disk: int, device: int) -> None:
 @contextlib.contextmanager
 def held(number: int, file: str) -> Iterator[bool]:
     """Keep a device while the block runs; whether it shows ``file``. OSError."""
-    with tempfile.TemporaryDirectory() as own:
-        node = _node(number, Path(own))
-        with kit.files.closing(os.open(node, os.O_RDONLY | os.O_CLOEXEC)):
-            yield rbd_sysfs.text(f"/sys/block/loop{number}/loop/backing_file") == file
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    with _node(number) as node, kit.files.closing(os.open(node, flags)):
+        yield rbd_sysfs.text(f"/sys/block/loop{number}/loop/backing_file") == file
 
 
 def over(file: str) -> list[str]:
@@ -93,13 +90,5 @@ def _free() -> int:
         return fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
 
 
-def _node(number: int, own: Path) -> str:
-    """The device's node: a container's /dev does not get the nodes of new devices."""
-    path = f"/dev/loop{number}"
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_rdev == os.makedev(_MAJOR, number):
-            return path
-    made = own / f"loop{number}"
-    made.unlink(missing_ok=True)
-    os.mknod(made, stat.S_IFBLK | 0o600, os.makedev(_MAJOR, number))
-    return str(made)
+def _node(number: int) -> AbstractContextManager[str]:
+    return syscalls.device_node(f"/dev/loop{number}", stat.S_IFBLK, os.makedev(_MAJOR, number))

@@ -14,6 +14,7 @@ from pathlib import Path
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _SYS = Path("/sys")
 OWN = Path("/proc/self/mountinfo")
+Place = tuple[tuple[int, int], str]  # a device, and a path within its file system
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Mount:
     def is_private(self) -> bool:
         """Neither sends nor receives mounts and unmounts."""
         return self.shared is None and self.master is None
+
+    def below(self, path: str) -> Place:
+        """Where on its file system ``path`` lies, which is on this mount."""
+        part = os.path.relpath(path, self.target)
+        return self.device, os.path.normpath(os.path.join(self.root, part))
 
     def shows(self, device: tuple[int, int], root: str) -> bool:
         """Whether it shows ``root``, a directory of that file system, or a part of it."""
@@ -200,16 +206,11 @@ def inside(path: str, mounts: Sequence[Mount]) -> list[str]:
     return sorted(found)
 
 
-def place(path: str, mounts: Iterable[Mount]) -> tuple[tuple[int, int], str] | None:
-    """Device and path within its file system of a directory (absolute, without links).
-
-    A mount shows that very directory when its device and root are these.
-    """
+def place(path: str, mounts: Iterable[Mount]) -> Place | None:
+    """Where a directory (absolute, without links) lies: a mount with this device and root shows
+    that very directory."""
     disk = containing(path, mounts)
-    if disk is None:
-        return None
-    below = os.path.relpath(path, disk.target)
-    return disk.device, os.path.normpath(os.path.join(disk.root, below))
+    return None if disk is None else disk.below(path)
 
 
 def keeps_order(descriptor: int) -> bool:

@@ -28,7 +28,7 @@ import kit.errors
 import kit.files
 import kit.findings
 from linux import nvml
-from nodeagent import configfile, configwatch, events, gpus, memory, state, supervisor, watchdog
+from nodeagent import configfile, events, gpus, memory, state, supervisor, watchdog
 from nodeagent.api import listeners
 from nodeagent.cluster import service
 from nodeagent.settings import Process, Settings
@@ -193,7 +193,7 @@ class Agent:
 
     async def _follow_settings(self) -> None:
         await self._keep()
-        async for _ in configwatch.changes(self.config):
+        async for _ in configfile.changes(self.config):
             try:
                 # Beside the loop: a large file with many mistakes takes seconds.
                 new = await asyncio.to_thread(configfile.load, self.config)

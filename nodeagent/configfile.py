@@ -5,8 +5,10 @@ the file is composed into nodes first: duplicates are refused there, and the pla
 pydantic refuses is looked up there afterwards.
 """
 
+import asyncio
 import os
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ ENVIRONMENT = "NODEAGENT_CONFIG"
 LARGEST_FILE = 2**20  # bytes; a ConfigMap has no more
 MOST_MISTAKES = 20  # that an error names
 LONGEST_MISTAKE = 1000  # characters of it
+LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
+SETTLE_SECONDS = 0.2  # editors write several times
 _POSITION = re.compile(r"\[\d+\]")
 # The line of a file that is no YAML any more.
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
@@ -54,6 +58,31 @@ def load(path: Path) -> Settings:
 def read(path: Path) -> bytes:
     """OSError, also when there is more in it than settings can be."""
     return kit.files.read_small(path, LARGEST_FILE)
+
+
+async def changes(path: Path) -> AsyncIterator[None]:
+    """One item whenever the bytes of ``path`` differ from those at the last item, or it is gone.
+
+    The file is small, so it is read again and again: kubelet swaps a link beside it, an editor
+    replaces it, a network file system tells nobody.
+    """
+    last = await asyncio.to_thread(_bytes, path)
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        now = await asyncio.to_thread(_bytes, path)
+        if now != last:
+            await asyncio.sleep(SETTLE_SECONDS)
+            if await asyncio.to_thread(_bytes, path) == now:
+                last = now
+                yield
+
+
+def _bytes(path: Path) -> bytes | None:
+    """None: there is no such file, or none that can be read."""
+    try:
+        return read(path)
+    except OSError:
+        return None
 
 
 def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:

@@ -1,21 +1,14 @@
-"""What happened lately: findings that came and cleared, and what changed its state.
+"""What changes in the rooms becomes an event of the journal.
 
-Kept in memory, at most ``MOST_EVENTS``, gone with the process: the log and Prometheus keep what is
-older. The rooms say which of their fields matter (``kit.room.Report.told``); nobody has to call.
+The rooms say which of their fields matter (``kit.room.Report.told``); nobody has to call.
 """
 
 import asyncio
-import collections
-import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
-import kit.redact
-import kit.room
+from nodeagent.state import Journal, RunningRoom
 
-MOST_EVENTS = 500
-LONGEST_TEXT = 500
 LOOK_SECONDS = 1.0  # how often the rooms are compared with what they said before
 # The looks may take this share of the event loop's time. Where one look takes long, as on a node
 # with a thousand datasets, the pause between two of them is longer.
@@ -25,64 +18,7 @@ MOST_TIME = 0.005
 Seen = Mapping[tuple[str, str], Mapping[str, str]]
 
 
-class Running(Protocol):
-    """A room with its component (``nodeagent.state.Running``)."""
-
-    room: kit.room.Room
-    component: kit.room.Component[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """``number`` grows by one with each event of this process. ``kind``: raised, cleared (of a
-    finding) or changed (of a state). ``rule``: the finding's, else empty."""
-
-    number: int
-    at: float  # Unix time
-    kind: str
-    severity: str
-    subject: str
-    text: str
-    rule: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-class Journal:
-    """Holds the last ``MOST_EVENTS`` events in memory. A new one pushes out the oldest."""
-
-    def __init__(self) -> None:
-        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
-        self._count = 0
-
-    def note(
-        self, kind: str, subject: str, text: str, severity: str = "info", rule: str = ""
-    ) -> None:
-        """One event, now. Secrets are taken out of its texts, long ones are cut."""
-        self._count += 1
-        subject, text = (kit.redact.text(each)[:LONGEST_TEXT] for each in (subject, text))
-        self._events.append(Event(self._count, time.time(), kind, severity, subject, text, rule))
-
-    def after(self, number: int = 0) -> list[Event]:
-        """Events with a higher number that are still known, the oldest first."""
-        return [each for each in self._events if each.number > number]
-
-    async def follow(self) -> AsyncGenerator[kit.room.Json, None]:
-        """What is known, then each new event, as JSON. While there is none, ``{"kind": "alive"}``
-        every few seconds: a client of a quiet stream must know that the agent is there."""
-        last, sent = 0, time.monotonic()
-        while True:
-            for event in self.after(last):
-                last, sent = event.number, time.monotonic()
-                yield event.as_json()
-            if time.monotonic() - sent >= kit.room.HEARTBEAT_SECONDS:
-                sent = time.monotonic()
-                yield {"kind": "alive", "number": last, "at": time.time()}
-            await asyncio.sleep(kit.room.WATCH_SECONDS)
-
-
-def seen(running: Sequence[Running], before: Seen) -> Seen:
+def seen(running: Sequence[RunningRoom], before: Seen) -> Seen:
     """What the rooms report now. Of a room that cannot be read: what it said ``before``."""
     found: dict[tuple[str, str], Mapping[str, str]] = {}
     for each in running:
@@ -122,7 +58,7 @@ def pause(took: float) -> float:
     return max(LOOK_SECONDS, took / MOST_TIME)
 
 
-async def watch(running: Sequence[Running], journal: Journal) -> None:
+async def watch(running: Sequence[RunningRoom], journal: Journal) -> None:
     """Notes what changes in the rooms. Never ends."""
     last: Seen | None = None
     while True:

@@ -20,7 +20,8 @@ import kit.errors
 import kit.redact
 import kit.room
 from kit import terminal
-from nodeagent import commands, configfile, rooms
+from nodeagent import configfile, rooms
+from nodeagent.commands import status
 from nodeagent.settings import Settings
 
 
@@ -38,11 +39,12 @@ class Context:
         return None if (self.address or "unix:").startswith("unix:") else self.address
 
     def client(self) -> kit.room.Api:
-        from nodeagent import api_client  # the HTTP client takes longer to import than all else
+        # The HTTP client takes longer to import than all else.
+        from nodeagent.commands import client
 
         if self.address is not None:
-            return api_client.Client(self.address, self.token_file)
-        return api_client.Client(f"unix://{configfile.load(self.config).admin.socket}")
+            return client.Client(self.address, self.token_file)
+        return client.Client(f"unix://{configfile.load(self.config).admin.socket}")
 
     def offline(self, room: str) -> tuple[Any, Path]:
         try:
@@ -139,7 +141,7 @@ def run(ctx: Context, last_good: Path | None) -> None:
 @click.pass_obj
 def doctor(ctx: Context, as_json: bool) -> None:
     """Say what this node has, what it lacks, what that costs and how to get it; needs no agent."""
-    from nodeagent import doctor
+    from nodeagent.commands import doctor
 
     found = asyncio.run(doctor.examine(ctx.config))
     if as_json:
@@ -170,7 +172,7 @@ def doctor(ctx: Context, as_json: bool) -> None:
 @click.pass_obj
 def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> None:
     """List everything of ours on this node; with --yes take it off. No agent may run."""
-    from nodeagent import uninstall
+    from nodeagent.commands import uninstall
 
     settings = configfile.load(ctx.config) if ctx.config.exists() else Settings()
     if os.geteuid() != 0:
@@ -230,7 +232,7 @@ def check(file: Path, as_json: bool) -> None:
             terminal.say(line)
 
 
-for _whole in commands.COMMANDS:
+for _whole in status.COMMANDS:
     cli.add_command(_whole)
 
 for _command in (command for room in rooms.ROOMS for command in room.commands):

@@ -1,22 +1,152 @@
-"""What runs in this process: the app changes it, the admin API and the status page show it."""
+"""What runs in this process, what is wrong with it and what happened: the app changes it, the admin
+API and the status page show it.
+"""
 
+import asyncio
+import collections
+import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import structlog
 from prometheus_client.core import Metric
 
 import kit.errors
+import kit.findings
+import kit.metrics
+import kit.redact
 import kit.room
 from kit.findings import Finding
 from nodeagent import rooms
-from nodeagent.reporter import Findings
 from nodeagent.settings import Settings
+
+log = structlog.get_logger("findings")
+
+MOST_EVENTS = 500
+LONGEST_TEXT = 500
+MOST_FINDINGS = 1000  # of one origin: a faulty rule must not fill the memory or the log
+
+# --- what happened: findings that came and cleared, and what changed its state
+
+
+@dataclass(frozen=True)
+class Event:
+    """``number`` grows by one with each event of this process. ``kind``: raised, cleared (of a
+    finding) or changed (of a state). ``rule``: the finding's, else empty."""
+
+    number: int
+    at: float  # Unix time
+    kind: str
+    severity: str
+    subject: str
+    text: str
+    rule: str = ""
+
+
+class Journal:
+    """The last ``MOST_EVENTS`` events, in memory: log and Prometheus keep what is older."""
+
+    def __init__(self) -> None:
+        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
+        self._count = 0
+
+    def note(
+        self, kind: str, subject: str, text: str, severity: str = "info", rule: str = ""
+    ) -> None:
+        """One event, now. Secrets are taken out of its texts, long ones are cut."""
+        self._count += 1
+        subject, text = (kit.redact.text(each)[:LONGEST_TEXT] for each in (subject, text))
+        self._events.append(Event(self._count, time.time(), kind, severity, subject, text, rule))
+
+    def after(self, number: int = 0) -> list[Event]:
+        """Events with a higher number that are still known, the oldest first."""
+        return [each for each in self._events if each.number > number]
+
+    async def follow(self) -> AsyncGenerator[kit.room.Json, None]:
+        """What is known, then each new event, as JSON. While there is none, ``{"kind": "alive"}``
+        every few seconds: a client of a quiet stream must know that the agent is there."""
+        last, sent = 0, time.monotonic()
+        while True:
+            for event in self.after(last):
+                last, sent = event.number, time.monotonic()
+                yield asdict(event)
+            if time.monotonic() - sent >= kit.room.HEARTBEAT_SECONDS:
+                sent = time.monotonic()
+                yield {"kind": "alive", "number": last, "at": time.time()}
+            await asyncio.sleep(kit.room.WATCH_SECONDS)
+
+
+# --- what is wrong
+
+
+class Findings:
+    """Where findings arrive (``kit.findings.Reporter``): they become log lines, metrics and events.
+
+    Each origin (a room or a part of one) reports all that it finds now, as often as it likes. What
+    is logged is what is new in the list, by the findings' ids, and what is in it no longer.
+
+    Invariant: a finding keeps its ``since`` for as long as its origin reports it.
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self._by_origin: dict[str, dict[str, Finding]] = {}
+
+    def report(self, origin: str, findings: list[Finding]) -> None:
+        before = self._by_origin.get(origin, {})
+        now: dict[str, Finding] = {}
+        for finding in findings[:MOST_FINDINGS]:
+            known = before.get(finding.id)
+            since = known.since if known else finding.since or time.time()
+            now[finding.id] = noted = copy.copy(finding)  # a new one would be redacted again
+            object.__setattr__(noted, "since", since)
+            if known is None:
+                log.warning(
+                    "finding",
+                    id=finding.id,
+                    rule=finding.rule,
+                    severity=str(finding.severity),
+                    subject=finding.subject,
+                    message=finding.message,
+                    advice=finding.advice,
+                )
+                self._note("raised", finding)
+        for gone in before.keys() - now.keys():
+            log.info("finding cleared", id=gone, rule=before[gone].rule)
+            self._note("cleared", before[gone])
+        self._by_origin[origin] = now
+
+    def _note(self, kind: str, finding: Finding) -> None:
+        severity = str(finding.severity)
+        self.journal.note(kind, finding.subject, finding.message, severity, finding.rule)
+
+    def current(self) -> list[Finding]:
+        """All findings: the most severe first, of these the oldest first."""
+        order = list(kit.findings.Severity)[::-1]
+        found = [f for by_id in self._by_origin.values() for f in by_id.values()]
+        return sorted(found, key=lambda f: (order.index(f.severity), f.since))
+
+    def by_origin(self) -> dict[str, list[Finding]]:
+        """What each origin finds now."""
+        return {origin: list(found.values()) for origin, found in self._by_origin.items()}
+
+    def metrics(self) -> Iterable[Metric]:
+        found = collections.Counter(
+            (origin, str(each.severity))
+            for origin, by_id in self._by_origin.items()
+            for each in by_id.values()
+        )
+        text = "Current findings; no series of what finds nothing."
+        yield kit.metrics.gauge("findings", text, found, "origin", "severity")
+
+
+# --- what runs
 
 
 @dataclass
-class Running:
+class RunningRoom:
     """A room that the settings have, with its component. ``trouble``: why it does not work."""
 
     room: kit.room.Room
@@ -47,7 +177,7 @@ class State:
 
     settings: Settings
     findings: Findings = field(default_factory=Findings)
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningRoom] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
     degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
     begun: float = field(default_factory=time.time)  # Unix time
@@ -71,5 +201,5 @@ def build(settings: Settings) -> State:
     state = State(settings)
     for room in rooms.ROOMS:
         if getattr(settings, room.name) is not None:
-            state.running.append(Running(room, state.build(room)))
+            state.running.append(RunningRoom(room, state.build(room)))
     return state

@@ -16,7 +16,7 @@ import kit.errors
 import kit.findings
 from kit import processes
 from kit.pause import Backoff
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 
 log = structlog.get_logger("agent")
 
@@ -36,7 +36,7 @@ class Supervisor:
     """``note_refused`` hears which settings the component could not take over."""
 
     def __init__(
-        self, state: State, running: Running, note_refused: Callable[[str, Sequence[str]], None]
+        self, state: State, running: RunningRoom, note_refused: Callable[[str, Sequence[str]], None]
     ) -> None:
         self.running = running
         self.tried = asyncio.Event()  # its first start has ended, well or not

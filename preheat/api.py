@@ -111,7 +111,8 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
             row = preheat.show(row["ref"]).as_json()
         except kit.errors.NotFoundError:
             # With "pin: never" a request ends with its pull, before it was seen as ready.
-            if row["state"] in status.PRESENT or not preheat.has(row["ref"]):
+            here = preheat.reconciler.snapshot.inventory.served(row["ref"])
+            if row["state"] in status.PRESENT or not here:
                 return None
             row |= {"state": "ready", "reason": "", "bytes_done": row["bytes_total"]}
         return row

@@ -47,8 +47,8 @@ def _share(row: dict[str, Any]) -> str:
 def _row_lines(row: dict[str, Any]) -> Iterator[str]:
     pinned = "pinned" if row["pinned"] else "not pinned"
     yield f"{row['ref']}: {row['state']}, {pinned}, {_share(row)}"
-    if row["reason"] and (row["state"] != "ready" or row["dropped_until"]):
-        yield f"  {row['reason']}"
+    if reason := _reason(row):
+        yield f"  {reason}"
 
 
 @terminal.command(image, "list")
@@ -62,7 +62,8 @@ def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         yield "No image is requested or pinned here; see preheat.images in the settings."
     else:
-        yield from terminal.table(("IMAGE", "STATE", "PIN", "FETCHED", "REASON"), _cells(rows))
+        head = ("IMAGE", "STATE", "PIN", "FETCHED", "REASON")
+        yield from terminal.table(head, [_cells(row) for row in rows])
 
 
 def _wide_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -71,7 +72,7 @@ def _wide_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _wide_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    *most, reason = _cells([row])[0]
+    *most, reason = _cells(row)
     digest = row["digest"] or "-"
     return (*most, row["by"], row["keep"], str(row["priority"]), _used(row), digest, reason)
 
@@ -85,17 +86,13 @@ def _used(row: dict[str, Any]) -> str:
     return f"{kit.units.format_duration(time.time() - row['last_used'])} ago"
 
 
-def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    return [
-        (
-            row["ref"],
-            row["state"],
-            "pinned" if row["pinned"] else "-",
-            _share(row),
-            row["reason"] if row["state"] != "ready" or row["dropped_until"] else "",
-        )
-        for row in rows
-    ]
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    pinned = "pinned" if row["pinned"] else "-"
+    return row["ref"], row["state"], pinned, _share(row), _reason(row)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    return row["reason"] if row["state"] != "ready" or row["dropped_until"] else ""
 
 
 @terminal.command(image, "show")

@@ -79,12 +79,12 @@ class Preheat:
         old = {each.ref: each for each in self.reconciler.section.images}
         new_logins = section.credentials != self.reconciler.section.credentials
         self.reconciler.section = section
-        self.reconciler.limit.rate = section.bytes_per_second
+        self.reconciler.pulls.limit.rate = section.bytes_per_second
         for each in section.images:
             if new_logins or old.get(each.ref) != each:
                 # On all nodes at once: each waits for its turn.
-                self.reconciler.turns.anew(each.ref, time.time())
-                self._retry(each.ref)
+                self.reconciler.resolver.turns.anew(each.ref, time.time())
+                self.reconciler.pulls.again(each.ref)
         self.reconciler.wake()
 
     async def stop(self) -> None:
@@ -113,10 +113,6 @@ class Preheat:
     def images(self) -> Sequence[status.Status]:
         return status.images(self.reconciler)
 
-    def has(self, ref: str) -> bool:
-        """Whether the runtime has this image, requested or not."""
-        return bool(self.reconciler.snapshot.inventory.served(ref))
-
     def show(self, text: str) -> status.Status:
         """Raises NotFoundError when nobody requests or pins the image."""
         ref = _reference(text)
@@ -134,9 +130,9 @@ class Preheat:
             await self._drop_notes(ref)
             expires = time.time() + self.reconciler.section.partial_keep
             await self.reconciler.runtime.begin(
-                base.Hold(*("", "pull", ref, "operator"), keep=keep, expires=expires)
+                base.Hold("pull", ref, "operator", keep=keep, expires=expires)
             )
-            self._hurry(ref)
+            self.reconciler.pulls.hurry(ref)
         return await self._after(ref)
 
     async def pin(self, text: str) -> status.Status:
@@ -148,7 +144,7 @@ class Preheat:
             if target is not None:
                 await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)
-                hold = base.Hold("", "pin", ref, "operator", target, keep="always")
+                hold = base.Hold("pin", ref, "operator", target, keep="always")
                 self.reconciler.healer.remember(await self.reconciler.runtime.pin(hold))
         if target is None:
             return await self.preheat(ref)
@@ -180,7 +176,7 @@ class Preheat:
         """
         ref = _reference(text)
         async with self._asking():
-            await self.reconciler.halt(ref)
+            await self.reconciler.pulls.halt(ref)
             inventory = await self.reconciler.runtime.inventory()
             pins, pulls = inventory.held("pin", ref), inventory.held("pull", ref)
             request = self.reconciler.snapshot.requests.get(ref)
@@ -202,7 +198,7 @@ class Preheat:
         ref = self.show(text).ref
         async with self._asking():
             await self.reconciler.note(ref, "operator", "paused")
-            await self.reconciler.halt(ref)
+            await self.reconciler.pulls.halt(ref)
         return await self._after(ref)
 
     async def resume(self, text: str) -> status.Status:
@@ -210,7 +206,7 @@ class Preheat:
         ref = self.show(text).ref
         async with self._asking():
             await self._drop_notes(ref)
-            self._hurry(ref)
+            self.reconciler.pulls.hurry(ref)
         return await self._after(ref)
 
     async def cancel(self, text: str) -> status.Status | None:
@@ -226,14 +222,6 @@ class Preheat:
         inventory = await self.reconciler.runtime.inventory()
         for hold in inventory.held("note", ref):
             await self.reconciler.runtime.end(hold)
-
-    def _hurry(self, ref: str) -> None:
-        self.reconciler.turns.hurry(ref)
-        self._retry(ref)
-
-    def _retry(self, ref: str) -> None:
-        self.reconciler.failures.pop(ref, None)
-        self.reconciler.resolver.again(ref)
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:

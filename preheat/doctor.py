@@ -7,7 +7,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.units
-from kit.checks import Check
+from kit.room import Check
 from kube import kubelet
 from kube.settings import KubeletSettings
 from preheat import settings
@@ -41,11 +41,8 @@ def checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[Check
 
 def runtime(socket: str) -> str:
     async def ask() -> str:
-        one = containerd.Containerd(Path(socket))
-        try:
-            return await one.connect()
-        finally:
-            await one.close()
+        async with containerd.connected(Path(socket)) as (_, version):
+            return version
 
     try:
         return f"{asyncio.run(ask())} at {socket}"

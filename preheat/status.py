@@ -92,12 +92,12 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     ref, seen = request.ref, reconciler.snapshot
     lookup = reconciler.resolver.of(ref)
     here = seen.inventory.digest_of(ref)
-    shape = (lookup.shape if lookup is not None else None) or seen.shapes.get(here)
+    shape = (lookup.shape if lookup is not None else None) or seen.inventory.shapes.get(here)
     if request.unconfirmed:
-        shape = seen.shapes.get(request.digest)
+        shape = seen.inventory.shapes.get(request.digest)
     digest = shape.top.digest if shape is not None else here
     gone = {release.hold for release in seen.decided.releases}
-    failed = reconciler.failures.get(ref)
+    failed = reconciler.pulls.failures.get(ref)
     if failed is None and lookup is not None and not lookup.leaves_it_to_the_runtime:
         failed = lookup.failed
     state, reason = _state(reconciler, request, lookup, failed)
@@ -108,7 +108,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     done = max(0, total - missing)
     layers: tuple[dict[str, Any], ...] = ()
     speed, unpacked = 0.0, 0
-    running = reconciler.running.get(ref)
+    running = reconciler.pulls.running.get(ref)
     if running is not None:
         progress = running.progress
         done, unpacked = progress.bytes_done, progress.layers_unpacked
@@ -159,7 +159,7 @@ def _state(
     if lookup is not None and lookup.failed is not None and lookup.leaves_it_to_the_runtime:
         untold = f"the agent's lookup failed ({lookup.failed.message}), the runtime pulls it"
     skip = next((each for each in seen.decided.skips if each.ref == request.ref), None)
-    running = reconciler.running.get(request.ref)
+    running = reconciler.pulls.running.get(request.ref)
     if running is not None:
         phase = running.progress.phase
         return "unpacking" if phase == "unpacking" else "pulling", _joined(phase, untold)
@@ -229,7 +229,7 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
         "pinned_bytes": estimate.union(pin.parts for pin in seen.pinned),
         "pause": decided.pause,
         "pull": list(decided.pulls),
-        "running": sorted(reconciler.running),
+        "running": sorted(reconciler.pulls.running),
         "waiting": list(decided.waiting),
         "pin": list(decided.pins),
         "release": [
@@ -257,12 +257,13 @@ def findings(reconciler: Reconciler) -> list[Finding]:
     if reconciler.trouble:
         advice = "check that it runs and that preheat.socket is its socket; pins stay in place"
         find(Severity.CRITICAL, "runtime", "container runtime", reconciler.trouble, advice)
-    if runtime.rests > SHORT_REST_SECONDS:
+    if runtime.connection.breaker.rests > SHORT_REST_SECONDS:
         find(
             Severity.CRITICAL,
             "breaker",
             "container runtime",
-            f"it went away after changing calls; the agent sends no more for {runtime.rests:.0f} s",
+            "it went away after changing calls; the agent sends no more for "
+            f"{runtime.connection.breaker.rests:.0f} s",
             "look for a panic in its log, and report it with the agent's log",
         )
     for ref in reconciler.healer.fights:
@@ -321,7 +322,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
 def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     """Each label has a fixed, small set of values."""
     seen, runtime, healer = reconciler.snapshot, reconciler.runtime, reconciler.healer
-    counts, totals = healer.counts, reconciler.totals
+    counts, totals = healer.counts, reconciler.pulls.totals
     rows = images(reconciler)
     states = [row.state for row in rows]
     missing = [
@@ -342,7 +343,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget,
         ),
         "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
-        "pulls_running": ("Pulls in progress.", len(reconciler.running)),
+        "pulls_running": ("Pulls in progress.", len(reconciler.pulls.running)),
         "disk_pressure": (
             "1 while the image disk is above the kubelet's thresholds.",
             seen.node is not None and seen.node.pressed,
@@ -371,12 +372,18 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "removals": ("Removals of pinned images by somebody else.", counts.removals),
         "pulls": ("Finished pulls.", totals.pulls),
         "fetched_bytes": ("Bytes fetched by pulls, failed attempts too.", totals.fetched_bytes),
-        "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
+        "registry_requests": (
+            "Requests of the agent to registries.",
+            reconciler.pulls.client.requests,
+        ),
         "images_unpacked_again": (
             "Images unpacked again because the node went down before they were durable.",
-            reconciler.durability.counts.unpacked_again,
+            reconciler.durability.unpacked_again,
         ),
-        "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
+        "breaker_trips": (
+            "Times the runtime went away on a changing call.",
+            runtime.connection.breaker.total,
+        ),
     }
     for name, (text, value) in values.items():
         yield counter(f"preheat_{name}", text, value)

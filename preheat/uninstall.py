@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import kit.formats
 from kit.traces import Trace
 from preheat.pulling import durability
 from preheat.registry import documents
-from preheat.runtimes import base, containerd, unpacked
+from preheat.runtimes import base, containerd, store
 from preheat.settings import PreheatSettings
 
 # Of the runtimes that the chart knows: the usual one, and that of k3s and RKE2.
@@ -26,16 +25,6 @@ SOCKETS = (
     Path("/run/containerd/containerd.sock"),
     Path("/run/k3s/containerd/containerd.sock"),
 )
-
-
-@contextlib.asynccontextmanager
-async def _runtime(socket: Path) -> AsyncIterator[containerd.Containerd]:
-    made = containerd.Containerd(socket)
-    try:
-        await made.connect()
-        yield made
-    finally:
-        await made.close()
 
 
 def _stray(inventory: base.ImageInventory) -> list[base.Record]:
@@ -51,9 +40,9 @@ def _traces(inventory: base.ImageInventory) -> list[Trace]:
     if partial := [d for d, ingest in inventory.ingests.items() if ingest.ours is not None]:
         found.append(Trace("partial layers", f"{len(partial)}"))
     if inventory.last_used:
-        found.append(Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})"))
+        found.append(Trace("labels", f"{store.LAST_USED} ({len(inventory.last_used)})"))
     if inventory.durable:
-        found.append(Trace("labels", f"{unpacked.DURABLE} ({len(inventory.durable)})"))
+        found.append(Trace("labels", f"{store.DURABLE} ({len(inventory.durable)})"))
     return found
 
 
@@ -69,17 +58,19 @@ async def _take(
         case "documents":
             await asyncio.to_thread(shutil.rmtree, name)
         case "partial layers":
-            await runtime.drop_partials(frozenset(inventory.ingests), ours_only=True)
-        case "labels" if name.startswith(unpacked.DURABLE):
-            await runtime.note_durable(inventory.durable, durable=False)
+            await runtime.content.drop_partials(frozenset(inventory.ingests), ours_only=True)
+        case "labels" if name.startswith(store.DURABLE):
+            await runtime.layers.note(inventory.durable, durable=False)
         case "labels":
             for digest in inventory.last_used:
-                await runtime.note_use(digest, None)
+                await runtime.content.note_use(digest, None)
         case "mark":
-            await runtime.clear_marks([each for each in _stray(inventory) if each.name == name])
+            await runtime.marks.clear_stray(
+                [each for each in _stray(inventory) if each.name == name]
+            )
         case "lease":
             if name in inventory.unknown_holds:
-                await runtime.end(base.Hold(name, "note", "", "policy"))
+                await runtime.end(base.Hold("note", "", "policy", id=name))
         case _:
             for hold in inventory.holds:
                 if hold.id == name.partition(" ")[0]:
@@ -119,7 +110,7 @@ def _listens(path: Path) -> bool:
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     async def look(socket: Path) -> list[Trace]:
-        async with _runtime(socket) as runtime:
+        async with containerd.connected(socket) as (runtime, _):
             return _traces(await runtime.inventory())
 
     running, ended = sockets(section)
@@ -136,7 +127,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
     async def take(socket: Path) -> None:
-        async with _runtime(socket) as runtime:
+        async with containerd.connected(socket) as (runtime, _):
             await _take(runtime, await runtime.inventory(), kind, name)
 
     for each in sockets(section)[0]:
@@ -149,7 +140,7 @@ async def release_all(socket: Path, *, yes: bool) -> list[Trace]:
     May be repeated when it was interrupted. Raises RuntimeCallError, and RefusedError when there is
     something again afterwards: an agent works on this runtime.
     """
-    async with _runtime(socket) as runtime:
+    async with containerd.connected(socket) as (runtime, _):
         inventory = await runtime.inventory()
         found = _traces(inventory)
         if not yes:
@@ -158,7 +149,7 @@ async def release_all(socket: Path, *, yes: bool) -> list[Trace]:
             await _take(runtime, inventory, trace.kind, trace.name)
         # Clearing the mark of one pin leaves it for another of the same image: look again.
         inventory = await runtime.inventory()
-        await runtime.clear_marks(_stray(inventory))
+        await runtime.marks.clear_stray(_stray(inventory))
         left = _traces(await runtime.inventory())
         if left:
             raise kit.errors.RefusedError(

@@ -1,4 +1,4 @@
-"""Write docs/runbook.md from nodeagent/runbook.yaml.
+"""Write docs/runbook.md from nodeagent/shown/runbook.yaml.
 
 The page has what the yaml has, and beside it links, severities and a table by symptom. The yaml
 stays plain text, because the status page shows it as it is.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from nodeagent import runbooks
+from nodeagent.shown import page
 from volumes.audit import evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ You were paged about a GPU node. Three steps:
 The agent is never in the data path. Stopping or restarting it neither helps nor harms a running
 job: the kernel serves the data and refuses the formats.
 
-`scripts/runbook_doc.py` makes this page from `nodeagent/runbook.yaml`; tests check that it is
+`scripts/runbook_doc.py` makes this page from `nodeagent/shown/runbook.yaml`; tests check that it is
 current and that no finding and no alert is missing. Severities of the audit's rules can be changed
 by the settings (`volumes.audit.rules`).
 """
@@ -154,7 +154,7 @@ def _linked(text: str, names: Iterable[str]) -> str:
 
 def severities() -> Mapping[str, str]:
     """Of findings and alerts by name, from where each is defined."""
-    found = {each.name: each.severity for each in runbooks.entries() if each.severity}
+    found = {each.name: each.severity for each in page.runbook_entries() if each.severity}
     found |= {rule.name: str(rule.severity) for rule in evaluate.RULES}
     for file in (ROOT / "deploy" / "alerts").glob("*.rules.yaml"):
         for group in yaml.safe_load(file.read_text())["groups"]:
@@ -162,9 +162,9 @@ def severities() -> Mapping[str, str]:
     return found
 
 
-def _section(entries: Iterable[runbooks.Entry], known: Mapping[str, str]) -> list[str]:
+def _section(entries: Iterable[page.RunbookEntry], known: Mapping[str, str]) -> list[str]:
     lines = []
-    names = {each.name for each in runbooks.entries()}
+    names = {each.name for each in page.runbook_entries()}
     for each in entries:
         others = names - {each.name}
         lines += [
@@ -182,7 +182,7 @@ def _section(entries: Iterable[runbooks.Entry], known: Mapping[str, str]) -> lis
 
 def document() -> str:
     """The whole page."""
-    every, known = runbooks.entries(), severities()
+    every, known = page.runbook_entries(), severities()
     names = [each.name for each in every]
     lines = [HEAD, "## By symptom", "", "| you see | read |", "| --- | --- |"]
     lines += [f"| {seen} | {_linked(read, names)} |" for seen, read in SYMPTOMS]

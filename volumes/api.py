@@ -126,7 +126,7 @@ def _texts(request: Request, *names: str) -> list[str]:
 
 
 async def _guard(volumes: Volumes, _: Request) -> Json:
-    if not volumes.guard.looked:  # what an earlier agent attached may well be there
+    if not volumes.guard.in_force.looked:  # what an earlier agent attached may well be there
         raise kit.errors.DegradedError(
             "the format guard", "the agent is starting and has not looked at the kernel yet",
             "try again in a moment, or ask the kernel: nodeagent volume guard status --direct",
@@ -226,26 +226,11 @@ async def _act(volumes: Volumes, request: Request) -> Json:
 ROUTES = (
     Route("GET", "/v1/volumes/guard", _guard),
     Route("PUT", "/v1/volumes/guard/mode", _set_mode, Role.DANGEROUS),
-    Route(
-        "POST",
-        "/v1/volumes/guard/detach",
-        _detach,
-        Role.DANGEROUS,
-    ),
+    Route("POST", "/v1/volumes/guard/detach", _detach, Role.DANGEROUS),
     Route("POST", "/v1/volumes/probe", _probe, Role.OPERATE),
     Route("GET", "/v1/volumes/ledger", _ledger),
-    Route(
-        "POST",
-        "/v1/volumes/ledger/accept",
-        _accept,
-        Role.DANGEROUS,
-    ),
-    Route(
-        "POST",
-        "/v1/volumes/allow-format",
-        _allow_format,
-        Role.DANGEROUS,
-    ),
+    Route("POST", "/v1/volumes/ledger/accept", _accept, Role.DANGEROUS),
+    Route("POST", "/v1/volumes/allow-format", _allow_format, Role.DANGEROUS),
     Route("GET", "/v1/audit", _overview),
     Route("POST", "/v1/audit/pass", _scan_now, Role.OPERATE),
     Route("GET", "/v1/audit/devices", _devices),

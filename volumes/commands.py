@@ -22,8 +22,8 @@ from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
 from volumes import settings
-from volumes.guard import attaching, override, without_agent
 from volumes.guard import explain as explain_device
+from volumes.guard import override, without_agent
 from volumes.guard import status as volume_status
 from volumes.ledger import store
 from volumes.probe import prober
@@ -131,7 +131,7 @@ def _usable(ctx: CommandContext) -> None:
 
 
 def _status_now(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
-    return asyncio.run(volume_status.without_agent(wanted, state_dir))
+    return asyncio.run(without_agent.kernel_status(wanted, state_dir))
 
 
 def _time(at: float) -> str:
@@ -231,7 +231,7 @@ def attach(ctx: CommandContext, last_good: Path | None) -> Shown:
     """
     _as_root()
     section = ctx.section("volumes", last_good)
-    status = asyncio.run(attaching.attach(section))
+    status = asyncio.run(without_agent.attach(section))
     if section.error is not None:
         terminal.say(
             f"nodeagent: {section.error}; the settings that were last in force count", error=True

@@ -16,10 +16,11 @@ import kit.room
 from linux import blockdev
 from volumes import metrics, settings
 from volumes.audit import service
-from volumes.audit.inventory import claims
+from volumes.audit.inventory import records
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override, status
 from volumes.ledger.witness import VolumeClaim, Witness
+from volumes.node import watch
 from volumes.probe.examine import Kind
 
 _REPORT_SECONDS = 0.2
@@ -43,22 +44,15 @@ class Volumes:
         self._reporter = reporter
         self._found: list[kit.findings.Finding] = []  # the guard's
         self.witness = Witness(wanted.kubernetes, wanted.this_node, self._claim)
+        node = watch.NodeWatch()
         self.guard = controller.Controller(
-            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._guard_changed,
-            witness=self.witness,
+            wanted.guard, wanted.clusters, self.witness,
+            state_dir=state_dir, changed=self._guard_changed, node=node,
         )  # fmt: skip
         self.audit = service.Audit(
-            wanted.audit,
-            wanted.clusters,
-            drivers=wanted.guard.drivers,
-            state_dir=state_dir,
-            reporter=reporter,
+            wanted, self.witness, node, state_dir=state_dir, reporter=reporter,
             guard=lambda: guard_view(self.guard),
-            repair=wanted.repair,
-            kubelet=wanted.this_node.kubelet,
-            claims=self.witness.attached_here,
-            taint=self.witness.taint,
-        )
+        )  # fmt: skip
         self._advanced = time.monotonic()
         self._reported = -1e9  # time.monotonic()
         self._report_due: asyncio.TimerHandle | None = None
@@ -76,11 +70,8 @@ class Volumes:
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.witness.apply(wanted.kubernetes, wanted.this_node)
         await self.guard.apply(self._settings.guard, wanted.clusters)
-        self.audit.repairer.settings = wanted.repair
-        drivers = self.guard.settings.drivers  # in force, where the file has lost them
-        refused += await self.audit.reconcile(
-            wanted.audit, wanted.clusters, drivers, wanted.this_node.kubelet
-        )
+        in_force = self.guard.in_force.settings  # the file may have lost its drivers
+        refused += await self.audit.reconcile(wanted.model_copy(update={"guard": in_force}))
         self._advanced = time.monotonic()
         return refused
 
@@ -91,7 +82,7 @@ class Volumes:
             self._report_due.cancel()
 
     def health(self) -> kit.room.Health:
-        reasons = self.guard.problems()
+        reasons = self.guard.in_force.problems()
         audit = self.audit.health()
         reasons += audit.reasons
         alive = audit.alive and time.monotonic() - self._advanced < _ALIVE_SECONDS
@@ -105,7 +96,7 @@ class Volumes:
         """Which volume of Kubernetes the device is, by the records of this moment."""
         try:
             found = await kit.child.call(
-                claims.on_device, device.name, str(self._settings.this_node.kubelet.root_dir),
+                records.on_device, device.name, str(self._settings.this_node.kubelet.root_dir),
                 deadline=_RECORDS_SECONDS,
             )  # fmt: skip
         except RuntimeError as error:
@@ -132,22 +123,23 @@ class Volumes:
         return tuple(self._found)
 
     def guard_status(self) -> dict[str, Any]:
-        return status.describe(self.guard) | {"operator_log": list(self.guard.memory.noted)}
+        noted = self.guard.in_force.memory.noted
+        return status.describe(self.guard) | {"operator_log": list(noted)}
 
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
         """``mode``: ``settings`` or a mode. It is in the kernel when this returns, whatever the
         state directory's disk does; ``warnings`` of the answer say what could not be written."""
-        guard = self.guard.settings  # in force: the file may have lost where it is attached
+        guard = self.guard.in_force.settings  # the file may have lost where it is attached
         return await self._acted(await override.set_mode(guard, self._state_dir, mode, by, reason))
 
     async def detach(self, by: str, reason: str) -> dict[str, Any]:
-        guard = self.guard.settings
+        guard = self.guard.in_force.settings
         return await self._acted(await override.detach(guard, self._state_dir, by, reason))
 
     async def _acted(self, done: override.Done) -> dict[str, Any]:
         """Nothing attached: the mode is remembered, and apply attaches the guard."""
         if not done.kept:
-            self.guard.memory.hold(done.override)
+            self.guard.in_force.memory.hold(done.override)
         await self.guard.apply(self._settings.guard)
         return self.guard_status() | {"warnings": list(done.warnings)}
 
@@ -155,11 +147,11 @@ class Volumes:
         """The verdict on any block device, with what the ledger knows of its volume."""
         device = await asyncio.to_thread(blockdev.by_path, path)
         # By its own name: whoever gave ``path`` may have it lead elsewhere by now.
-        found = await self.guard.manager.prober.probe(device.path, device.encrypts)
-        return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
+        found = await self.guard.manager.checks.prober.probe(device.path, device.encrypts)
+        return status.describe_probe(device, found, self.guard.executor.ledger.get(device.volume))
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(each) for each in self.guard.ledger.entries()]
+        return [dataclasses.asdict(each) for each in self.guard.executor.ledger.entries()]
 
     async def accept(self, volume: str, by: str) -> dict[str, Any]:
         await self._note("accept", by, "", volume=volume)
@@ -175,14 +167,15 @@ class Volumes:
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:
         """An action that cannot be written down is not done."""
-        self.guard.memory.add(await override.note(self._state_dir, action, by, reason, **fields))
+        line = await override.note(self._state_dir, action, by, reason, **fields)
+        self.guard.in_force.memory.add(line)
 
 
 def guard_view(guard: controller.Controller) -> GuardView:
     """What the audit's rules ask of the guard."""
-    reasons = guard.problems()
-    if guard.wanted_mode() is not kernel.Mode.ENFORCE:
-        reasons.insert(0, f"its mode is {guard.wanted_mode()}")
+    reasons = guard.in_force.problems()
+    if guard.in_force.wanted_mode() is not kernel.Mode.ENFORCE:
+        reasons.insert(0, f"its mode is {guard.in_force.wanted_mode()}")
     known = list(guard.manager.known.values())
     return GuardView(
         enforcing=not reasons,

@@ -1,5 +1,6 @@
 """What the guard and the audit need of a node. The functions run in child processes."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -7,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ceph.doctor
 import kit.errors
+from ceph import monitors, secrets
 from ceph.settings import ClusterSettings
-from kit.checks import Check
+from kit.room import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
-from volumes.guard import kernel, override, raw_block
+from volumes.guard import kernel, override
+from volumes.node import raw_block
 
 
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
@@ -51,11 +53,9 @@ def _of_cluster(cluster: ClusterSettings) -> list[Check]:
     found = []
     if cluster.secret_file is not None:
         key = (str(cluster.secret_file), cluster.user)
-        found.append(Check(f"key {cluster.name}", ceph.doctor.key, key, cost))
+        found.append(Check(f"key {cluster.name}", secrets.has_key, key, cost))
     if cluster.monitors:
-        found.append(
-            Check(f"ceph {cluster.name}", ceph.doctor.reach, (list(cluster.monitors),), cost)
-        )
+        found.append(Check(f"ceph {cluster.name}", monitors.reach, (list(cluster.monitors),), cost))
     else:
         found.append(Check(f"ceph {cluster.name}", configuration, (str(cluster.conf),), cost))
     return found
@@ -64,15 +64,13 @@ def _of_cluster(cluster: ClusterSettings) -> list[Check]:
 def bpf(section: dict[str, Any], program: str) -> str:
     """Loads the guard program and drops it: nothing is attached."""
     wanted = settings.GuardSettings.model_validate(section)
-    guard = override.handle(wanted, Path(program))
-    try:
-        present = guard.read()
-        guard.try_load()
-    except OSError as error:
-        remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
-        raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
-    finally:
-        guard.close()
+    with contextlib.closing(override.handle(wanted, Path(program))) as guard:
+        try:
+            present = guard.read()
+            guard.try_load()
+        except OSError as error:
+            remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
+            raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
     state = f"attached in mode {present.mode}" if present.attached else "not attached now"
     return f"the kernel takes the program {kernel.PROGRAM}; {state}"
 

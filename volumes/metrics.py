@@ -19,7 +19,7 @@ LINE_FATES = ("seen", "dropped", "lost")
 
 def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable[Metric]:
     """``found``: its findings."""
-    present, manager = guard.present, guard.manager
+    present, manager, executor = guard.in_force.present, guard.manager, guard.executor
     counts = present.counters if present is not None else {}
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
@@ -27,7 +27,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge(
         "volumes_guard_in_force",
         "1 while the kernel does what the settings say.",
-        not guard.problems(),
+        not guard.in_force.problems(),
     )
     yield gauge(
         "volumes_guard_findings",
@@ -38,7 +38,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge(
         "volumes_guard_drivers_not_loaded",
         "Guarded drivers without a major number: their devices are guarded once they have one.",
-        len(set(guard.settings.drivers) - guard.driver_names()),
+        len(set(guard.in_force.settings.drivers) - guard.driver_names()),
     )
     yield gauge(
         "volumes_guard_log_readable",
@@ -57,41 +57,42 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
         "Denials that found the ring buffer full.",
         counts.get("lost", 0),
     )
-    yield counter("volumes_guard_leases", "Leases granted.", manager.granted)
-    if manager.witness is not None:
-        yield counter(
-            "volumes_kubernetes_requests",
-            "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
-            "minute); and marks that were written.",
-            manager.witness.counts,
-            "what",
-        )
+    yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
+    yield counter(
+        "volumes_kubernetes_requests",
+        "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
+        "minute); and marks that were written.",
+        executor.witness.counts,
+        "what",
+    )
     yield counter(
         "volumes_guard_denied_then_leased",
         "Denied attempts whose device got a lease right after, as with every new volume.",
-        guard.denials.delayed,
+        guard.manager.denials.delayed,
     )
     yield counter(
         "volumes_probes",
         "Probes by verdict.",
-        {str(kind): manager.verdicts.get(kind, 0) for kind in Kind},
+        {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind},
         "verdict",
     )
     yield gauge(
         "volumes_probes_hanging",
         "Abandoned probes whose device still does not answer.",
-        len(manager.prober.hanging),
+        len(manager.checks.prober.hanging),
     )
     yield gauge(
         "volumes_guarded_devices", "Attached devices of guarded drivers.", len(manager.known)
     )
     yield gauge(
-        "volumes_ledger_entries", "Volumes in this node's ledger.", len(guard.ledger.entries())
+        "volumes_ledger_entries",
+        "Volumes in this node's ledger.",
+        len(guard.executor.ledger.entries()),
     )
     yield counter(
         "volumes_cluster_failures",
         "Ceph clusters that did not answer.",
-        {"ask": guard.mirror.failures, "mirror": manager.mirror_failures},
+        {"ask": executor.mirror.failures, "mirror": executor.mirror_failures},
         "what",
     )
 
@@ -117,7 +118,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     yield gauge(
         "volume_devices",
         "Guarded block devices with a medium.",
-        {driver: drivers.count(driver) for driver in audit.watched.drivers},
+        {driver: drivers.count(driver) for driver in audit.wanted.guard.drivers},
         "driver",
     )
     yield gauge(

@@ -28,9 +28,9 @@ class GuardStatus(kit.settings.Shown):
 
 def report(component: "Volumes") -> GuardStatus:
     guard = component.guard
-    problems = guard.problems()
+    problems = guard.in_force.problems()
     return GuardStatus(
-        mode=str(guard.wanted_mode()),
+        mode=str(guard.in_force.wanted_mode()),
         in_force=not problems,
         reasons=tuple(problems[:5]),
         devices=len(guard.manager.known),

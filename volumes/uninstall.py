@@ -19,13 +19,9 @@ _BPF = "/sys/fs/bpf"
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     wanted = settings.VolumesSettings.of_json(section).guard
-    guard = override.handle(wanted)
-    try:
-        present = guard.read()
-    finally:
-        guard.close()
+    present = override.present(wanted)
     found = [
-        Trace("guard program", f"{program.name} (id {program.id}) at {guard.cgroup}")
+        Trace("guard program", f"{program.name} (id {program.id}) at {present.cgroup}")
         for program in present.programs
     ]
     if wanted.pins.is_dir():
@@ -53,11 +49,8 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
     wanted = settings.VolumesSettings.of_json(section).guard
     match kind:
         case "guard program" | "pinned maps":
-            guard = override.handle(wanted)
-            try:
+            with contextlib.closing(override.handle(wanted)) as guard:
                 guard.detach()
-            finally:
-                guard.close()
         case "bpf file system":
             # The kernel puts two files of its own into each.
             kernels = {"maps.debug", "progs.debug"}

@@ -21,7 +21,7 @@ from google.protobuf.wrappers_pb2 import BoolValue
 
 import kit.child
 import kit.errors
-import kit.sockets
+import kit.files
 from cache.csi import csi_pb2 as pb
 from cache.csi import node, volumes
 
@@ -118,7 +118,7 @@ class Server:
             server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service, handlers[service]),)
             )
-        server.add_insecure_port(kit.sockets.grpc_address(socket))
+        server.add_insecure_port(kit.files.grpc_address(socket))
         socket.chmod(0o600)
         await server.start()
         self._running[socket] = (server, socket.lstat().st_ino)

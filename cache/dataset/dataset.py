@@ -368,7 +368,7 @@ class Dataset(standing.Standing):
             moved=self.reached is not None and self.reached.device != self._published_device,
             fill_wanted=wanted
             and unfinished
-            and (not generation.held or generation.evicting)
+            and (not generation.paused or generation.evicting)
             and not (self.removed or self.unsure)
             and self.next is None
             and self.due.fill(),
@@ -516,7 +516,7 @@ class Dataset(standing.Standing):
         self.discarded = True
         self.current.begin_anew(
             marks=self.reached.marks if self.reached is not None else {},
-            wanted=old.wanted or old.completed > 0, held=old.held, replaced=old.why,
+            wanted=old.wanted or old.completed > 0, paused=old.paused, replaced=old.why,
         )  # fmt: skip
         self.verification = Verification()
         self.due.spread_fill(self.cache.fill.jitter)

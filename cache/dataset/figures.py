@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache.sources import base
-from cache.store import index
+from cache.store import manifest
 
 
 @dataclass(frozen=True)
-class Figures(index.Counts):
+class Figures(manifest.Counts):
     """How much there is and how much is stored. From the running job, else as last known."""
 
     used: int = 0  # SSD bytes

@@ -150,11 +150,11 @@ class Standing:
         if self.job is not None and self.job.kind != "update":
             if self.job.kind == "verify":
                 return "verifying"
-            return "paused" if generation.held == "paused" else self.job.phase or "queued"
+            return "paused" if generation.paused == "paused" else self.job.phase or "queued"
         if self.suspect and self.no_store is None:
             return "verifying"
-        if generation.held and generation.state != "complete":
-            return generation.held
+        if generation.paused and generation.state != "complete":
+            return generation.paused
         if self.unsure:
             return "paused"
         if generation.state == "complete" and self.stage is not Stage.STORE:

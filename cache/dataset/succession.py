@@ -277,7 +277,7 @@ class Succession:
             current=current.id,
             current_empty=current.record.state == "new" and dataset.job is None,
             current_busy=current.record.state in ("new", "filling")
-            and not current.record.held
+            and not current.record.paused
             and dataset.reached is not None,
             next=next_one.id if next_one is not None and usable else "",
             next_state=self._coming_state(),
@@ -329,7 +329,7 @@ class Succession:
     def _no_room(self) -> bool:
         """The next generation lacks room, or the current one: no earlier one is kept."""
         next_one, now = self.dataset.next, self.dataset.generation
-        room = self.dataset.current.lacks_room() or now.share < subset.ALL
+        room = self.dataset.current.lacks_room() or now.kept_share < subset.ALL
         lacks = now.state in ("partial", "filling") and room
         if next_one is not None and next_one.record.state == "partial":
             lacks = lacks or next_one.record.left_files > 0
@@ -428,8 +428,8 @@ class Succession:
             return
         now = dataset.generation
         shares = now.state in ("complete", "partial")
-        share = subset.ALL if now.held or new.source.block else now.share
-        await new.change(before=dataset.current.id if shares else "", share=share)
+        share = subset.ALL if now.paused or new.source.block else now.kept_share
+        await new.change(before=dataset.current.id if shares else "", kept_share=share)
         dataset.next = new
         self._spread(new.due)
         log.info("update begins", dataset=dataset.name, snapshot=new.record.snapshot)
@@ -475,7 +475,7 @@ class Succession:
                 dataset.due.fill_later(LATER_SECONDS)  # or when that has gone
             else:
                 dataset.due.fill_soon()
-        await new.change(served=time.time(), held="", **changes)
+        await new.change(served=time.time(), paused="", **changes)
         new.leaves = False
         dataset.succeed(new)
         self._insists = False

@@ -15,15 +15,18 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import kit.errors
 import kit.files
-from cache.fill import control, earlier, protocol, space
-from cache.store import filesystem, image_copy, ranges, rows
+from cache.fill import agent, control, protocol, space
+from cache.fill.agent import Ended
+from cache.store import filesystem, image_copy, manifest, ranges
 from ceph import image
+from ceph.protocol import SnapshotFacts
 
 # Stores chunks behind their reading: two threads check and write them, one makes them durable.
 #
@@ -94,16 +97,7 @@ class Behind:
 # A batch is made durable while the next one is read: a killed fill loses two of them at most.
 BATCH_CHUNKS = 32
 BATCH_SECONDS = 1.0
-PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 10.0
-
-
-class Ended(Exception):
-    """The pass is over; its text says why."""
-
-    def __init__(self, result: str, why: str = "") -> None:
-        super().__init__(why)
-        self.result = result
 
 
 class Pass:
@@ -111,66 +105,53 @@ class Pass:
 
     def __init__(self, task: protocol.BlockTask, phase: str) -> None:
         self.task = task
-        self.limits = task.limits
         self.folder = Path(task.generation)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # The pass of an agent that was killed may need a moment to end.
         self._lock = kit.files.lock(self.folder / "lock", LOCK_SECONDS)
-        self.agent = protocol.AgentChannel()
-        self.phase = phase
+        self.agent = agent.AgentChannel(task.limits)
+        self.phase = self.agent.phase = phase
         self.total_bytes = self.total_chunks = 0
         self.done_bytes = self.done_chunks = 0
-        self._page = control.Control.create()
-        self._throttle = control.Throttle(self._page, 0)
-        self._commits = 0
+        self._throttle = control.Throttle(self.agent.page, 0)
         self._used = 0
         self.proven = False  # what was read is of the snapshot
-        self._reported = self._committed = time.monotonic()
-        self.set_limits(task.limits)
+        self._committed = time.monotonic()
+        self._set_limits()
 
-    def set_limits(self, limits: protocol.Limits) -> None:
-        self.limits = limits
-        self._page.set_limits(limits.bytes_per_second, 0)
+    def _set_limits(self) -> None:
+        self.agent.page.set_limits(self.agent.limits.bytes_per_second, 0)
 
     def pause(self, size: int = 0) -> None:
-        """Between two chunks: obey, keep to the limits, report. Raises Ended."""
+        """Between two chunks: keep to the limits, obey, report. Raises Ended."""
         try:
             self._throttle.step(bool(size), size)
         except control.Cancelled:
             raise Ended("cancelled") from None
-        self.obey()
-
-    def obey(self) -> None:
-        """What the agent said meanwhile. Raises Ended."""
-        commands = self.agent.commands()
-        if commands is None:
-            raise Ended("cancelled", "the agent has ended")
-        for command in commands:
-            if command.limits is not None:
-                self.set_limits(command.limits)
-            if command.cancel:
-                raise Ended("cancelled")
-        self.report()
+        self.beat()
 
     def beat(self) -> None:
-        self._throttle.beat()
-        self.obey()
+        """A sign of life; what the agent said meanwhile. Raises Ended."""
+        due = self.agent.heed()
+        self._set_limits()
+        if due:
+            self.report()
 
     def commit(self, held: image_copy.Chunks | Behind, *, force: bool = False) -> bool:
         """Make durable what waits, or begin to, when that is due; whether it was."""
         due = held.waiting >= BATCH_CHUNKS or time.monotonic() - self._committed > BATCH_SECONDS
         if not held.waiting or not (due or force):
             return False
-        self.report(syncing=True, force=True)
+        self.report(syncing=True)
         held.commit()
-        self._commits += 1
+        self.agent.commits += 1
         self._committed, self._used = time.monotonic(), image_copy.used(self.folder)
-        self.report(force=True)
+        self.report()
         return True
 
     def room(self) -> space.Balance:
         disk, used = os.statvfs(self.folder), image_copy.used(self.folder)
-        return space.balance(disk, self.limits, used=used, inodes=0)
+        return space.balance(disk, self.agent.limits, used=used, inodes=0)
 
     def fitting(self, wanted: list[int]) -> list[int]:
         """The chunks of ``wanted`` to store now; all of them, unless there is room for a part."""
@@ -199,29 +180,16 @@ class Pass:
         return self.lacks(left)
 
     @property
-    def counts(self) -> rows.Counts:
-        return rows.Counts(
+    def counts(self) -> manifest.Counts:
+        return manifest.Counts(
             files=self.total_chunks,
             bytes=self.total_bytes,
             done_files=self.done_chunks,
             done_bytes=self.done_bytes,
         )
 
-    def report(self, *, syncing: bool = False, force: bool = False) -> None:
-        now = time.monotonic()
-        if not force and now - self._reported < PROGRESS_SECONDS:
-            return
-        self._reported = now
-        copied_files, copied_bytes = self._page.counted()
-        self.agent.say(
-            protocol.Report(
-                progress=protocol.Progress(
-                    phase=self.phase, counts=self.counts, sealed=0, copied_files=copied_files,
-                    copied_bytes=copied_bytes, beats=self._page.beats(), commits=self._commits,
-                    used=self._used, syncing=syncing,
-                )
-            )
-        )  # fmt: skip
+    def report(self, *, syncing: bool = False) -> None:
+        self.agent.report(self.counts, self._used, syncing=syncing)
 
     def copy(
         self, snapshot: image.ImageSnapshot, held: image_copy.Chunks, wanted: list[int]
@@ -258,33 +226,100 @@ class Pass:
         self.proven = True
 
 
+# What a new copy has in common with the copy of an earlier snapshot of the image.
+#
+# The cluster tells which objects differ between the two snapshots; all other chunks come from the
+# earlier copy: shared on the disk where its file system can (reflink), else copied and compared
+# with their checksums. So a new snapshot moves what was changed, and nothing else.
+
+
+@dataclass(frozen=True)
+class Common:
+    """Chunks that need not be read from the source. ``shared``: they take no room of their own."""
+
+    folder: Path
+    chunks: tuple[int, ...]
+    shared: bool
+
+
+def _find(
+    folder: Path, snapshot: image.ImageSnapshot, held: image_copy.Chunks, beat: Callable[[], None]
+) -> Common | None:
+    """What the latest usable copy beside ``folder`` has in common with ``held``; None: nothing.
+
+    A copy whose journal was replayed is left out: its blocks are not those of its snapshot. So is
+    one whose snapshot was deleted: nobody knows what was changed since. SourceError.
+    """
+    for earlier, facts in _copies(folder, snapshot.facts):
+        name = snapshot.name_of(facts.snap_id)
+        if name is None:
+            continue
+        changed = set(image_copy.chunks_of(snapshot.changes(name, beat)))
+        with image_copy.existing_copy(earlier, facts) as old:
+            known = {
+                chunk for chunk, state in old.states() if state is not image_copy.State.UNKNOWN
+            }
+            common = tuple(
+                chunk
+                for chunk, state in held.states()
+                if state is image_copy.State.UNKNOWN
+                and chunk not in changed
+                and chunk in known
+                and old.span(chunk) == held.span(chunk)
+            )
+            if common:
+                return Common(earlier, common, held.shares(old, common[0]))
+    return None
+
+
+def _taken(held: image_copy.Chunks, common: Common) -> Iterator[str]:
+    """Have them in ``held``, one at each step; the text says what is wrong with one, or is ''.
+
+    A chunk that is bad or cannot be read in the earlier copy stays unknown. OSError when the disk
+    is full or ``held`` cannot be written.
+    """
+    with image_copy.existing_copy(common.folder) as old:
+        for chunk in common.chunks:
+            try:
+                good = held.take_from(old, chunk, share=common.shared)
+                yield "" if good else f"chunk {chunk} of the earlier copy is bad; it is read again"
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                yield f"chunk {chunk} of the earlier copy cannot be read; the source is asked"
+
+
+def _copies(folder: Path, mine: SnapshotFacts) -> list[tuple[Path, SnapshotFacts]]:
+    """Copies of earlier snapshots of the same image beside ``folder``, the latest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for each in folder.parent.iterdir():
+            try:
+                facts = image_copy.facts_of(each)
+            except kit.errors.HostError:
+                continue  # of a newer agent
+            if (
+                facts is not None
+                and (facts.fsid, facts.pool_id, facts.image_id)
+                == (mine.fsid, mine.pool_id, mine.image_id)
+                and facts.snap_id < mine.snap_id
+                and not image_copy.replayed(each)
+            ):
+                found.append((each, facts))
+    return sorted(found, key=lambda each: -each[1].snap_id)
+
+
 def fill() -> None:
     """The life of a process that fills."""
-    _serve("filling", _fill_all)
+    # Closed after the agent was told of the end, which need not wait for a client of the cluster to
+    # end: it has only read.
+    with contextlib.ExitStack() as source:
+        agent.serve(protocol.BlockTask, lambda task: _fill_all(Pass(task, "filling"), source))
 
 
 def verify() -> None:
     """The life of a process that verifies."""
-    _serve("verifying", _verify_all)
-
-
-def _serve(phase: str, run: Callable[[Pass, contextlib.ExitStack], protocol.End]) -> None:
-    task = protocol.first_task(protocol.BlockTask)
-    if task is None:
-        return
-    with contextlib.ExitStack() as source:
-        try:
-            done = Pass(task, phase)
-            end = run(done, source)
-            done.report(force=True)
-        except kit.errors.AgentError as error:
-            end = protocol.End("failed", str(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                return  # the agent has ended
-            end = protocol.End("failed", error.strerror or str(error))
-        # The agent need not wait for a client of the cluster to end: it has only read.
-        protocol.AgentChannel.say(protocol.Report(end=end))
+    agent.serve(protocol.BlockTask, lambda task: _verify_all(Pass(task, "verifying")))
 
 
 def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
@@ -304,7 +339,8 @@ def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
             if not left:
                 _replay(done, held)
     except Ended as ended:
-        result, why = ended.result, str(ended)
+        result, why = ended.result, ended.why
+    done.report()
     if left:
         result, why = "partial", f"{left} bytes more are needed than budget and reserve leave"
         if done.task.partly:
@@ -345,14 +381,14 @@ def _fill(done: Pass, snapshot: image.ImageSnapshot, held: image_copy.Chunks) ->
     return left + done.copy(snapshot, held, now)
 
 
-def _take(done: Pass, held: image_copy.Chunks, common: earlier.Common) -> int:
+def _take(done: Pass, held: image_copy.Chunks, common: Common) -> int:
     """Have what an earlier copy gives; bytes that do not fit."""
     own = 0 if common.shared else len(common.chunks)
     if lacking := done.lacks(own):
         return 0 if done.task.partly else lacking  # then the first ones are read from the source
-    for taken, wrong in enumerate(earlier.take(held, common), 1):
+    for taken, wrong in enumerate(_taken(held, common), 1):
         if wrong:
-            done.agent.say(protocol.Report(note=wrong))
+            agent.note(wrong)
         if done.commit(held) and (lacking := done.lacks_now(max(0, own - taken))):
             return lacking
         done.beat()
@@ -360,14 +396,12 @@ def _take(done: Pass, held: image_copy.Chunks, common: earlier.Common) -> int:
     return 0
 
 
-def _common(
-    done: Pass, snapshot: image.ImageSnapshot, held: image_copy.Chunks
-) -> earlier.Common | None:
+def _common(done: Pass, snapshot: image.ImageSnapshot, held: image_copy.Chunks) -> Common | None:
     """What an earlier copy gives. A trouble with it is no trouble of the fill."""
     try:
-        return earlier.find(done.folder, snapshot, held, done.beat)
+        return _find(done.folder, snapshot, held, done.beat)
     except (kit.errors.AgentError, OSError) as error:
-        done.agent.say(protocol.Report(note=f"all of it is read from the source: {error}"))
+        agent.note(f"all of it is read from the source: {error}")
         return None
 
 
@@ -386,7 +420,7 @@ def _replay(done: Pass, held: image_copy.Chunks) -> None:
         if _check(done, held, protocol.VerifyEnd()):
             raise Ended("failed", "the copy has bad chunks; they are read again")
         image_copy.set_replayed(done.folder, "begun")
-    done.agent.say(protocol.Report(note="the journal of the file system is replayed on the copy"))
+    agent.note("the journal of the file system is replayed on the copy")
     filesystem.replay(copy, thing, partition)
     for chunk in range(held.count):
         held.take_over(chunk)
@@ -396,16 +430,18 @@ def _replay(done: Pass, held: image_copy.Chunks) -> None:
     image_copy.set_replayed(done.folder, "done")
 
 
-def _verify_all(done: Pass, _: contextlib.ExitStack) -> protocol.End:
+def _verify_all(done: Pass) -> protocol.End:
     found = protocol.VerifyEnd()
     try:
         with image_copy.opened(done.folder, image_copy.existing(done.folder)) as held:
             bad = _check(done, held, found)
             if bad:
                 _replace(done, held, bad, found)
+        result, why = "bad" if found.unreplaced else "good", ""
     except Ended as ended:
-        return protocol.End(ended.result, str(ended), verify=found)
-    return protocol.End("bad" if found.unreplaced else "good", verify=found)
+        result, why = ended.result, ended.why
+    done.report()
+    return protocol.End(result, why, verify=found)
 
 
 def _check(done: Pass, held: image_copy.Chunks, found: protocol.VerifyEnd) -> list[int]:
@@ -422,7 +458,7 @@ def _check(done: Pass, held: image_copy.Chunks, found: protocol.VerifyEnd) -> li
             good = False
         if not good:
             bad.append(chunk)
-            done.agent.say(protocol.Report(note=f"chunk at {offset} is bad"))
+            agent.note(f"chunk at {offset} is bad")
         found.checked_files += 1
         found.checked_bytes += length
         done.done_chunks += 1

@@ -17,7 +17,7 @@ import errno
 import os
 import time
 
-from cache.fill import coordinator
+from cache.fill import opened
 from cache.store import tree
 from linux import mountinfo, syscalls
 
@@ -30,7 +30,7 @@ TOO_LONG = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE)
 class Closing:
     """Part of a coordinator, while no worker has anything to do."""
 
-    def __init__(self, run: coordinator.Coordinator) -> None:
+    def __init__(self, run: opened.OpenGeneration) -> None:
         self._run = run
         self._index = run.index
         self._below = self._index.last_number("directories") + 1

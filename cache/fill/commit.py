@@ -39,7 +39,7 @@ class Committer:
 
     # --- commit and seal
 
-    def commit(self, job: protocol.Commit) -> None:
+    def commit(self, job: protocol.Commit) -> protocol.Committed:
         """One syncfs, then the renames, then the seals.
 
         The renames into a sealed directory were made by an earlier commit and must be durable
@@ -66,7 +66,7 @@ class Committer:
         missing: list[int] = []
         for seal in job.seals:
             (sealed if self._seal(seal) else missing).append(seal.directory)
-        protocol.answer(protocol.Committed(sealed=sealed, missing=missing, lost=lost))
+        return protocol.Committed(sealed=sealed, missing=missing, lost=lost)
 
     def _sync(self) -> None:
         syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
@@ -142,7 +142,7 @@ class Committer:
             os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
         return True
 
-    def recheck(self, job: protocol.Recheck) -> None:
+    def recheck(self, job: protocol.Recheck) -> protocol.Rechecked:
         missing = []
         for number, path, entries in job.directories:
             self.throttle.beat()
@@ -159,42 +159,25 @@ class Committer:
                 with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
                     os.removexattr(above, tree.OPAQUE)
             missing.append(number)
-        protocol.answer(protocol.Rechecked(missing=missing))
+        return protocol.Rechecked(missing=missing)
 
-    def finish(self, _: protocol.Finish) -> None:
+    def finish(self) -> protocol.Done:
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
-        large.discard_parts(self.generation, set())
+        large.discard_parts(self.generation)
         self._sync()
-        protocol.answer(protocol.Done())
+        return protocol.Done()
 
-    # --- withdraw
 
-    def unseal(self, job: protocol.Unseal) -> None:
-        """Raises OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
-        self.unmark(job.path)
-        protocol.answer(protocol.Done())
+def unmark(root: int, path: Sequence[str]) -> None:
+    """Have readers look into the source in a directory, and in all above it. OSError.
 
-    def unmark(self, path: Sequence[str]) -> None:
-        """Have readers look into the source in a directory, and in all above it. OSError.
-
-        From above: what has no mark below one that has needs a redirect (``cache.fill.closing``).
-        """
-        for length in range(1, len(path) + 1):
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                tree.opened(self.tree, path[:length]) as directory,
-            ):
-                tree.remove_mark(directory, tree.OPAQUE)
-
-    def prune(self, job: protocol.Prune) -> None:
+    ``root``: of the tree. From above: what has no mark below one that has needs a redirect
+    (``cache.fill.closing``).
+    """
+    for length in range(1, len(path) + 1):
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            tree.opened(self.tree, job.path) as directory,
+            tree.opened(root, path[:length]) as directory,
         ):
-            mtime_ns = os.fstat(directory).st_mtime_ns
-            for name in job.names:
-                large.forget(self.generation, directory, name)
-                tree.remove(directory, name)
-            os.utime(directory, ns=(mtime_ns, mtime_ns))
-        protocol.answer(protocol.Done())
+            tree.remove_mark(directory, tree.OPAQUE)

@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 _SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
@@ -137,6 +137,20 @@ class Throttle:
 
     def beat(self) -> None:
         self._control.beat(self._worker)
+
+    def begin(self, entry: int) -> None:
+        """As ``Control.begin``."""
+        self._control.begin(self._worker, entry)
+
+    def idle(self) -> None:
+        """While something is waited for. Raises Cancelled."""
+        self.beat()
+        self.check()
+
+    @property
+    def no_room(self) -> bool:
+        """As ``Control.no_room``."""
+        return self._control.no_room
 
     def check(self) -> None:
         """Raises Cancelled."""

@@ -5,7 +5,7 @@ memory. So each pass is a process of its own, with the index, a pool of workers 
 agent. Its one thread does four things in turn: commit what is staged, give jobs to idle workers,
 take their answers, report progress.
 
-``Coordinator`` is what all passes share. What is particular to one kind (fill, verify, withdraw) is
+``Coordinator`` is what passes with workers share. What is particular to one kind (fill, verify) is
 a ``Pass``: it says which job is next, takes the answers, and raises ``Ended`` when it is over.
 
 Invariants: only the committing worker changes names in the tree; one coordinator has the lock of a
@@ -15,76 +15,20 @@ on from there.
 
 import errno
 import os
-import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import msgspec
 
-import kit.files
-from cache.fill import control, listings, protocol, space, worker_pool
+from cache.fill import control, protocol, space, worker, worker_pool
+from cache.fill.agent import Ended
+from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
-from cache.fill.staged import Batch, Staged
 from cache.fill.worker_pool import Assignment
-from cache.store import index, large, tree
+from cache.store import index, manifest, tree
 from ceph.protocol import Access
 
-# What a generation takes of the SSD, also while its directories are listed again.
-#
-# The index forgets the figures of a directory until it is listed again, but its files are still
-# there. So until all are listed, what was known before counts, plus what was added since.
-
-
-def _size(path: str) -> int:
-    """0 when there is no such file."""
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
-
-
-class Usage:
-    """Of one pass. Bytes and inodes of the tree and the index."""
-
-    def __init__(self, generation: Path) -> None:
-        # As text: it is asked several times for each directory, and a Path costs more than a stat.
-        self._index = [str(generation / f"{index.NAME}{end}") for end in ("", "-wal", "-shm")]
-        self._before = self._added = 0
-        self._inodes_before = self._inodes_added = 0
-
-    def bytes(self, totals: index.Totals) -> int:
-        """SSD bytes. ``totals``: as the index knows them now."""
-        of_index = sum(_size(file) for file in self._index)
-        return max(totals.used + of_index, self._before + self._added)
-
-    def inodes(self, totals: index.Totals) -> int:
-        """Of its files and directories."""
-        return max(totals.inodes, self._inodes_before + self._inodes_added)
-
-    def at_least(self, totals: index.Totals, used: int = 0, inodes: int = 0) -> None:
-        """From now on it takes no less than now, nor than this, whatever the index knows of it."""
-        self._before, self._inodes_before = (
-            max(self.bytes(totals), used), max(self.inodes(totals), inodes)
-        )  # fmt: skip
-        self._added = self._inodes_added = 0
-
-    def add(self, size: int, inodes: int = 0) -> None:
-        """Something was stored since."""
-        self._added += size
-        self._inodes_added += inodes
-
-    def all_listed(self) -> None:
-        """The totals of the index are complete again."""
-        self._before = self._added = 0
-        self._inodes_before = self._inodes_added = 0
-
-
-PROGRESS_SECONDS = 0.5
-LOCK_SECONDS = 10.0
-MOST_NOTES = 20
 # A worker that neither lists nor reads anything for this long hangs in its source: it is killed,
 # and what it hung in is recorded. Less than half of what the agent gives a whole pass.
 HANG_SECONDS = 25.0
@@ -92,18 +36,71 @@ HANGS = f"the source gave no answer within {HANG_SECONDS:g}s"
 LOOK_SECONDS = 1.0  # between two looks for workers that hang
 
 COPIES = (Copy, Extents, Whole)  # jobs after which something is to be committed
-STORING = (Copy, listings.Fetch)  # jobs whose ``Assignment`` says what they take at most
+STORING = (Copy, protocol.Fetch)  # jobs whose ``Assignment`` says what they take at most
 
-TaskT = TypeVar("TaskT", bound=protocol.Task)
+# What is copied and not committed yet, and when it is committed.
+
+# A batch is committed when it has this much, or is this old. One syncfs costs 5-100 ms.
+BATCH_FILES = 4096
+BATCH_BYTES = 256 * 1024 * 1024
+BATCH_SECONDS = 1.0
 
 
-class Ended(Exception):
-    """The pass is over; ``result`` as in ``protocol.End``."""
+@dataclass
+class Staged:
+    """A folder of the staging directory: copied and not committed."""
 
-    def __init__(self, result: str, why: str = "") -> None:
-        super().__init__(why)
-        self.result = result
-        self.why = why
+    folder: str
+    directory: int
+    chunk: index.Chunk | None = None  # None: a replacement, which counts nowhere
+    files: int = 0
+    bytes: int = 0
+    allocated: int = 0
+    failed: list[protocol.Failure] = field(default_factory=list)
+    links: list[protocol.Link] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)  # names of the chunk that were not copied
+    kept: list[manifest.Item] = field(default_factory=list)  # what became of the entries
+    silent: set[str] = field(default_factory=set)  # names that are copied after all others
+    part: str = ""  # instead of a folder: a large file, by its key
+    name: str = ""  # of that file
+
+
+class Batch:
+    """Staged folders that wait for a commit, and those that are being committed."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Staged] = []
+        self.committing: list[Staged] = []
+        self._since = 0.0
+
+    def add(self, staged: Staged) -> None:
+        if not self.waiting:
+            self._since = time.monotonic()
+        self.waiting.append(staged)
+
+    def all(self) -> list[Staged]:
+        return self.waiting + self.committing
+
+    def due(self, *, more_is_coming: bool) -> bool:
+        return bool(self.waiting) and (
+            not more_is_coming
+            or sum(staged.files for staged in self.waiting) >= BATCH_FILES
+            or sum(staged.bytes for staged in self.waiting) >= BATCH_BYTES
+            or time.monotonic() - self._since >= BATCH_SECONDS
+        )
+
+    def patience(self) -> float:
+        """Seconds until the batch is old enough."""
+        if not self.waiting:
+            return BATCH_SECONDS
+        return max(0.01, BATCH_SECONDS - (time.monotonic() - self._since))
+
+    def begin_commit(self) -> list[Staged]:
+        self.committing, self.waiting = self.waiting, []
+        return self.committing
+
+    def end_commit(self) -> None:
+        self.committing = []
 
 
 class Pass(ABC):
@@ -139,7 +136,7 @@ class Pass(ABC):
         """Called while nothing is under way or staged; raises Ended."""
 
     @abstractmethod
-    def counts(self) -> index.Counts: ...
+    def counts(self) -> manifest.Counts: ...
 
     @abstractmethod
     def end(self, ended: Ended) -> protocol.End:
@@ -175,22 +172,12 @@ class Pass(ABC):
         return []
 
 
-class Coordinator:
-    """Runs a pass: workers, commits, room on the SSD and the pipe to the agent."""
+class Coordinator(OpenGeneration):
+    """Runs a pass: workers, commits, room on the SSD."""
 
-    def __init__(
-        self, task: protocol.Task, serve: Callable[[int, int], None], access: Access | None = None
-    ) -> None:
-        """``serve``: the life of a worker, as ``worker.serve``. ``access``: for native reads."""
-        self.limits = task.limits
-        self.generation = Path(task.generation)
-        # The coordinator of an agent that was killed may need a moment to end.
-        self._lock = kit.files.lock(self.generation / "lock", LOCK_SECONDS)
-        self.tree_was_empty = self._prepare(fills=isinstance(task, protocol.FillTask))
-        if self.tree_was_empty:
-            index.Index.discard(self.generation / index.NAME)  # it describes another tree
-        self.index = index.Index.open(self.generation / index.NAME)
-        self.page = control.Control.create()
+    def __init__(self, task: protocol.Task, access: Access | None = None) -> None:
+        """``access``: for native reads."""
+        super().__init__(task)
         # Each native worker has many reads in flight; more workers would only contend.
         self._most_workers = (os.cpu_count() or 1) + 1 if access else control.MOST_WORKERS
         fill = task if isinstance(task, protocol.FillTask) else None
@@ -199,64 +186,39 @@ class Coordinator:
             immutable=task.immutable, native=access,
             before=fill.before if fill else "", before_made_ns=fill.before_made_ns if fill else 0,
         )  # fmt: skip
-        self.pool = worker_pool.WorkerPool(self.page, setup, serve)
+        self.pool = worker_pool.WorkerPool(self.page, setup, worker.serve)
         self.batch = Batch()
-        self.agent = protocol.AgentChannel()
-        self.cancelled = False
-        self.totals = self.index.totals()
-        # Of what is used, what the generation before has too; nothing when that has gone.
-        self.shared, self.shared_files = (
-            self.index.shared() if task.beside or setup.before else (0, 0)
-        )
-        self.usage = Usage(self.generation)
-        # SSD bytes of what is copied in parts, and of records beside the tree.
-        self.unplaced: Callable[[], int] = lambda: 0
-        self.commits = 0
-        self._reported = 0.0
         self._looked = 0.0
         self._gave_up = 0  # workers that were killed in a row, without progress in between
         self._moved: tuple[int, ...] = ()
-        self._notes: set[str] = set()  # what the log has of this pass
         self._pass: Pass
 
-    def _prepare(self, *, fills: bool) -> bool:
-        """Make the folders, empty the staging folder; whether the tree is empty.
-
-        Only a fill keeps the spare links. Another pass looks for bad files, and the fill after it
-        must not give an inode that was found bad a name again.
-        """
-        with tree.opened_root(self.generation) as directory:
-            tree.remove(directory, "staging")
-            if not fills:
-                tree.remove(directory, "links")
-        for name in ("staging", "links", "tree", large.PARTS, large.RECORDS):
-            (self.generation / name).mkdir(mode=0o700, exist_ok=True)
-        with os.scandir(self.generation / "tree") as found:
-            return next(found, None) is None
+    @property
+    def cancelled(self) -> bool:
+        return self.page.cancelled
 
     # --- the loop
 
-    def run(self, decides: Pass) -> None:
-        """To the end of the pass, which is reported to the agent."""
+    def run(self, decides: Pass) -> protocol.End:
+        """To the end of the pass."""
         self.start(decides)
         self.pool.watch(0)
         try:
             while True:
                 self.step()
         except Ended as ended:
-            self._report_progress(force=True)
-            end = decides.end(ended)
+            self._report()
+            return decides.end(ended)
+        except worker_pool.PoolError as error:
+            raise Ended("failed", str(error)) from error
         finally:
             self.pool.stop()
             self.index.close()
-        # The last word: the agent kills this process when it has read it.
-        self.agent.say(protocol.Report(end=end))
 
     def start(self, decides: Pass) -> None:
         self._pass = decides
         self.unplaced = lambda: decides.unplaced
-        self.set_limits(self.limits)
-        self.pool.resize(self._workers)
+        self._set_limits()
 
     def step(self) -> None:
         self._commit_if_due()
@@ -269,13 +231,15 @@ class Coordinator:
             self._pass.end_if_done()
         for event in self.pool.wait(min(0.2, self.batch.patience())):
             if event.member is None:
-                self._obey()
+                if self.agent.obey():
+                    self._set_limits()
             elif event.answer is None:
                 self._lost(event.member)
             else:
                 self._answered(event.member, event.answer)
         self._replace_hanging()
-        self._report_progress()
+        if self.agent.waits:
+            self._report()
 
     def _answered(self, member: worker_pool.Member, answer: protocol.Answer) -> None:
         if member.starting:
@@ -390,7 +354,7 @@ class Coordinator:
             for number in {*answer.missing, *answer.lost}:
                 self._pass.incomplete(number)
         if self.batch.committing or answer.sealed:
-            self.commits += 1
+            self.agent.commits += 1
         self.batch.end_commit()
         self.totals = self.index.totals()
         self.usage.add(sum(each.allocated for each in kept), sum(each.files for each in kept))
@@ -408,97 +372,27 @@ class Coordinator:
         )
         return self.balance().room(pending)
 
-    def balance(self) -> space.Balance:
-        """What is left, or negative, beside what is committed."""
-        disk = os.statvfs(self.generation)
-        used, inodes = self.used() - self.shared, self.inodes() - self.shared_files
-        return space.balance(disk, self.limits, used=used, inodes=inodes)
-
-    def left(self, *, room: int = 0, short: bool = False) -> protocol.FillEnd:
-        """What the pass leaves behind. ``room``, ``short``: as in ``FillEnd``."""
-        files, size = self.index.left()
-        return protocol.FillEnd(
-            self.used(), files, size, self.shared, self.shared_files, self.inodes(), room, short
-        )
-
     @property
     def copies_in_flight(self) -> bool:
         """While copies are in flight their space is over-estimated and briefly counted twice."""
         return bool(self.pool.assigned(*STORING) or self.batch.all())
 
-    def used(self) -> int:
-        """SSD bytes of this generation, its directories, index and what it shares included."""
-        return self.usage.bytes(self.totals) + self.unplaced()
-
-    def inodes(self) -> int:
-        """Inodes of its files and directories."""
-        return self.usage.inodes(self.totals)
-
-    def list_again(self, number: int) -> None:
-        """Forget the figures of a directory until it is listed; its space still counts."""
-        self.usage.at_least(self.totals)
-        shared, files = self.index.shared(number)
-        self.shared = max(0, self.shared - shared)
-        self.shared_files = max(0, self.shared_files - files)
-        self.index.restart_listing(number)
-
-    def found_shared(self, number: int, stored: protocol.Stored) -> None:
-        """What the listing of a directory took over from the generation before."""
-        if stored.shared_files:
-            self.index.shares(number, stored.shared, stored.shared_files)
-            self.shared += stored.shared
-            self.shared_files += stored.shared_files
-
-    def all_listed(self) -> None:
-        """Every directory is listed: the totals of the index are complete again."""
-        self.totals = self.index.totals()
-        self.usage.all_listed()
-
     # --- the agent
 
-    def _obey(self) -> None:
-        commands = self.agent.commands()
-        if commands is None:
-            self.pool.unwatch(0)
-            raise Ended("cancelled", "the agent has ended")
-        for command in commands:
-            if command.limits is not None:
-                self.set_limits(command.limits)
-                self.pool.resize(self._workers)
-            if command.cancel:
-                self.cancelled = True
-                self.page.cancel()
-
-    def set_limits(self, limits: protocol.Limits) -> None:
-        self.limits = limits
+    def _set_limits(self) -> None:
+        limits = self.agent.limits
         self._workers = min(limits.workers, self._most_workers)
         share = max(1, self._workers)
         self.page.set_limits(limits.bytes_per_second / share, limits.files_per_second / share)
+        self.pool.resize(self._workers)
 
-    def _report_progress(self, *, force: bool = False) -> None:
-        now = time.monotonic()
-        if not force and now - self._reported < PROGRESS_SECONDS:
-            return
-        self._reported = now
+    def _report(self) -> None:
         counts = self._pass.counts()  # may bring the totals up to date
-        copied_files, copied_bytes = self.page.counted()
-        progress = protocol.Progress(
-            phase=self._pass.phase, counts=counts, sealed=self.totals.sealed,
-            copied_files=copied_files, copied_bytes=copied_bytes, beats=self.page.beats(),
-            commits=self.commits, used=self.used(), shared=self.shared,
+        self.agent.phase = self._pass.phase
+        self.agent.report(
+            counts, self.used(), sealed=self.totals.sealed, shared=self.shared,
             syncing=bool(self.pool.assigned(Commit, Finish)),
         )  # fmt: skip
-        self.agent.say(protocol.Report(progress=progress))
-
-    def note(self, text: str) -> None:
-        """Have the agent log this."""
-        self.agent.say(protocol.Report(note=text))
-
-    def note_once(self, text: str) -> None:
-        """Each worker finds the same; the log has it once."""
-        if text and text not in self._notes and len(self._notes) < MOST_NOTES:
-            self._notes.add(text)
-            self.note(text)
 
 
 def failed_by(assignment: Assignment, failure: protocol.NotDone) -> Ended:
@@ -508,27 +402,3 @@ def failed_by(assignment: Assignment, failure: protocol.NotDone) -> Ended:
     ):
         return Ended("failed", "the disk is full")
     return Ended("failed", f"{type(assignment.job).__name__.lower()}: {failure.error}")
-
-
-# --- the process
-
-
-def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]]) -> None:
-    """The life of a coordinator process: read the task, run its pass, report why it failed."""
-    task = protocol.first_task(kind)
-    if task is None:
-        return
-    try:
-        coordinator, decides = begin(task)
-        coordinator.run(decides)
-    except (OSError, worker_pool.PoolError) as error:
-        # By number: Python makes a BrokenPipeError of ESHUTDOWN too, which a source may raise.
-        if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            return  # the agent has ended
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        protocol.AgentChannel.say(protocol.Report(end=protocol.End("failed", why)))
-    except sqlite3.DatabaseError as error:
-        why = f"the index is damaged ({error}); the next pass makes it again"
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-            why = "the disk is full, not even the index can grow"
-        protocol.AgentChannel.say(protocol.Report(end=protocol.End("failed", why)))

@@ -173,34 +173,3 @@ def set_attributes(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> i
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def checksum(
-    descriptor: int, throttle: control.Throttle, buffer: memoryview, *, by_extents: bool = False
-) -> str:
-    """The checksum of an open file, read from the disk unless pages stay in the page cache.
-
-    ``by_extents``: as ``cache.store.large`` defines it.
-    """
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    if by_extents:
-        return _checksum_by_extents(descriptor, throttle)
-    summed = xxhash.xxh3_128()
-    files = 1
-    while count := os.readv(descriptor, [buffer]):
-        summed.update(buffer[:count])
-        throttle.step(files, count)
-        files = 0
-    if files:
-        throttle.step(1, 0)
-    return summed.hexdigest()
-
-
-def _checksum_by_extents(descriptor: int, throttle: control.Throttle) -> str:
-    summed = xxhash.xxh3_128()
-    throttle.step(1, 0)
-    size = os.fstat(descriptor).st_size
-    for extent in range(extents.count_of(size)):
-        summed.update(extents.record_of(extents.read(descriptor, size, extent)))
-        throttle.step(0, extents.EXTENT_BYTES)
-    return summed.hexdigest()

@@ -18,18 +18,15 @@ way.
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cache.fill import closing, coordinator, kept_files, protocol, relist, worker
+from cache.fill import closing, opened, protocol
+from cache.fill.agent import Ended
 from cache.store import index, large, manifest, subset, tree
-from cache.store.evict_index import EvictIndex, Part
 from linux import syscalls
 
-DIRECTORIES_AT_ONCE = 256
 BLOCK = 4096  # SSD bytes that the index counts for a directory without names
-PROGRESS_SECONDS = 0.5
 # At most so many times what is lacking is taken out at once, where generations share files.
 MOST_SHARED = 8
 STORED = manifest.State.STORED
@@ -41,23 +38,18 @@ class EvictTask(protocol.Task):
     share: int = subset.ALL  # choose: what is kept now; files: what is to be kept
 
 
-class Ended(Exception):
-    """The pass was cancelled, or the agent has ended."""
-
-
 class Evict:
     """One part, in one process: deleting takes no workers."""
 
     def __init__(self, task: EvictTask) -> None:
         self._task = task
-        self._run = coordinator.Coordinator(task, worker.serve)
-        self._run.index = self._index = EvictIndex.of(self._run.index)
+        self._run = opened.OpenGeneration(task)
+        self._index = self._run.index
+        self._run.agent.phase = "evicting"
         self._top = tree.open_root(self._run.generation)
         self._run.unplaced = lambda: large.used(self._top)
-        self._positions = kept_files.positions_of(self._run)
-        self._looked = 0  # directories
+        self._positions = self._run.positions()
         self._files = 0  # files, or marks, that were taken out
-        self._reported = 0.0
 
     def run(self) -> protocol.End:
         try:
@@ -69,8 +61,8 @@ class Evict:
                 case _:
                     self._delete()
             return protocol.End("evicted", evict=self._end())
-        except Ended as ended:
-            return protocol.End("cancelled", str(ended))
+        except ValueError as error:
+            raise Ended("failed", f"the index cannot be used ({error})") from error
         finally:
             self._index.close()
             os.close(self._top)
@@ -80,13 +72,9 @@ class Evict:
         return protocol.EvictEnd(self._run.left(), share, beyond, self._files)
 
     def _directories(self) -> Iterator[int]:
-        after = 0
-        while found := self._index.known_directories(after, DIRECTORIES_AT_ONCE):
-            for number in found:
-                yield number
-                self._looked += 1
-                self._obey()
-            after = found[-1]
+        for number in self._index.every_directory():
+            yield number
+            self._obey()
 
     # --- choose
 
@@ -94,7 +82,7 @@ class Evict:
         """The share that fits, and how many stored files it takes out."""
         histogram = subset.Histogram()
         for number in self._directories():
-            path, inside = self._index.path(number), subset.Amount(*self._index.inside(number))
+            path, inside = self._index.path(number), self._index.directory(number).inside
             for part in self._index.parts(number):
                 positions = self._positions.of(path, inside, [item.entry for item in part.items])
                 for at, item in zip(positions, part.items, strict=True):
@@ -130,7 +118,6 @@ class Evict:
                     self._delete_in(root, number)
         rest = closing.Closing(self._run)
         while not rest.step():
-            self._looked += 1
             self._obey()
         self._report(syncing=True)
         syscalls.checked(syscalls.libc.syncfs(self._top), "syncfs")
@@ -139,7 +126,7 @@ class Evict:
 
     def _delete_in(self, root: int, number: int) -> None:
         path, weigh, before = self._index.path(number), False, self._files
-        inside = subset.Amount(*self._index.inside(number))
+        inside = self._index.directory(number).inside
         with tree.opened(root, path) as directory:
             mtime_ns = os.fstat(directory).st_mtime_ns
             for part in self._index.parts(number):
@@ -157,7 +144,7 @@ class Evict:
             os.utime(directory, ns=(mtime_ns, mtime_ns))
 
     def _delete_stored(
-        self, directory: int, number: int, part: Part, gone: list[manifest.Item]
+        self, directory: int, number: int, part: index.Part, gone: list[manifest.Item]
     ) -> bool:
         """Delete stored files of one part of the manifest; whether one was missing."""
         found = [self._unlink(directory, item.entry) for item in gone]
@@ -201,7 +188,7 @@ class Evict:
     def _weigh(self, directory: int, number: int) -> None:
         """Count what the tree really has in a directory. ext4 gives none of its blocks back."""
         names = os.listdir(directory)
-        found = relist.look(directory, names)
+        found = opened.look(directory, names)
         taken = sum(2 * (8 + len(os.fsencode(name))) for name in names)
         emptied = max(0, _blocks(directory) - BLOCK - taken)
         with self._index.transaction():
@@ -210,27 +197,12 @@ class Evict:
     # --- the agent
 
     def _obey(self) -> None:
-        """Commands and progress, now and then. Raises Ended."""
-        now = time.monotonic()
-        if now - self._reported < PROGRESS_SECONDS:
-            return
-        commands = self._run.agent.commands()
-        if commands is None:
-            raise Ended("the agent has ended")
-        for command in commands:
-            if command.cancel:
-                raise Ended
-            self._run.limits = command.limits or self._run.limits
-        self._report()
+        if self._run.agent.heed():
+            self._report()
 
     def _report(self, *, syncing: bool = False) -> None:
-        self._reported = time.monotonic()
         totals = self._run.totals = self._index.totals()
-        progress = protocol.Progress(
-            phase="evicting", counts=totals, sealed=totals.sealed, copied_files=0, copied_bytes=0,
-            beats=self._looked + self._files, commits=0, used=self._run.used(), syncing=syncing,
-        )  # fmt: skip
-        self._run.agent.say(protocol.Report(progress=progress))
+        self._run.agent.report(totals, self._run.used(), sealed=totals.sealed, syncing=syncing)
 
 
 def _remove_mark(root: int, path: list[str]) -> bool:
@@ -247,4 +219,4 @@ def _blocks(directory: int) -> int:
 
 
 def main() -> None:
-    protocol.serve_alone(EvictTask, lambda task: Evict(task).run())
+    opened.serve(EvictTask, lambda task: Evict(task).run())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import kit.files
-from cache.fill.listings import Fetch, Fetched
+from cache.fill.protocol import Fetch, Fetched
 from cache.store import published, tree
 from cache.store.published import ManifestError
 from cache.store.tree import Entry

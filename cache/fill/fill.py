@@ -17,12 +17,12 @@ import os
 import time
 
 import kit.files
-from cache.fill import closing, coordinator, kept_files, large_files, protocol, published, worker
-from cache.fill.coordinator import Ended
+from cache.fill import agent, closing, large_files, opened, protocol
+from cache.fill.agent import Ended
+from cache.fill.coordinator import COPIES, HANGS, Coordinator, Pass, Staged
 from cache.fill.protocol import Copy, Extents, Scan, Whole
-from cache.fill.staged import Staged, kept
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, large, manifest, tree
+from cache.store import generations, index, large, manifest, published, subset, tree
 from cache.store.tree import Entry
 from ceph import native
 
@@ -39,7 +39,7 @@ RESCAN_SECONDS = 1.0
 class Retries:
     """Those of one pass. Part of its one thread."""
 
-    def __init__(self, run: coordinator.Coordinator, decides: coordinator.Pass) -> None:
+    def __init__(self, run: Coordinator, decides: Pass) -> None:
         self._index = run.index
         self._pool = run.pool
         self._pass = decides
@@ -80,7 +80,7 @@ class Retries:
     def _next_seals(self) -> list[int]:
         if self._rechecked_to is None:
             return []
-        numbers = self._index.listed_directories(self._rechecked_to, RECHECKS_IN_A_JOB)
+        numbers = self._index.known_directories(self._rechecked_to, RECHECKS_IN_A_JOB, listed=True)
         if not numbers:
             self._rechecked_to = None
         return numbers
@@ -125,21 +125,135 @@ class Silence:
         return self._row >= MOST_SILENT
 
 
+# A published manifest (``cache.store.published``) tells what directories have.
+#
+# A worker reads the file first; then directories are taken from it instead of being listed at the
+# source. Whatever is wrong with it is said once, and directories are listed from then on. So is a
+# directory in which something failed: what the manifest said of it was not so.
+
+MOST_TRIES = 2  # workers that may die of it
+
+
+class Published:
+    """Of one pass. Part of its one thread."""
+
+    def __init__(self, run: Coordinator, task: protocol.FillTask) -> None:
+        self._run = run
+        self._manifest = task.manifest
+        self._tries = 0
+        self.waits = False  # it is being read: no directory is listed meanwhile
+        self.ready = False
+        self.used: int  # SSD bytes that it takes until the pass ends
+        self.end()
+        if task.native is not None and not native.available():
+            self.refuse("this host lacks Ceph's bindings", "install python3-rados, libcephfs2")
+
+    def assignment(self) -> Assignment | None:
+        """To read the file, before the first directory is listed."""
+        if self._manifest is None or self.ready or self.waits or self._tries >= MOST_TRIES:
+            return None
+        self._tries += 1
+        self.waits = True
+        # The other half is for what is copied meanwhile.
+        allowance = self._run.room(inodes=1).bytes // 2
+        job = protocol.Fetch(manifest=self._manifest, allowance=allowance)
+        return Assignment(job, allocated=allowance, inodes=1)
+
+    def fetched(self, answer: protocol.Fetched) -> None:
+        self.waits = False
+        if answer.why:
+            self.refuse(answer.why, answer.remedy)
+            return
+        self.ready, self.used = True, answer.bytes
+        self._run.note(f"{answer.directories} directories are taken from {self._manifest}")
+
+    def forget(self, job: protocol.Job) -> None:
+        """The job was cancelled or its worker died."""
+        if isinstance(job, protocol.Fetch):
+            self.waits = False
+
+    def gave_up(self, job: protocol.Job) -> None:
+        """The worker of the job hung and was killed."""
+        if isinstance(job, protocol.Fetch):
+            self.refuse(HANGS, "see 'ceph health detail'")
+
+    def refuse(self, why: str, remedy: str = "publish it again") -> None:
+        """It is not used any more."""
+        if self._manifest is not None:
+            text = f"the manifest {self._manifest} is not used: {why}"
+            self._run.note(f"{text}; directories are listed instead. Remedy: {remedy}")
+        self._manifest, self.waits, self.ready = None, False, False
+
+    def doubt(self, directory: int) -> None:
+        """Something of what is listed there could not be copied, or the directory itself is not so.
+
+        Whether that is the manifest's fault is not known, so it tells nothing more.
+        """
+        if self.ready:
+            where = "/".join(self._run.index.path(directory)) or "its root"
+            self.refuse(f"something in {where!r} is not as it says, or cannot be read")
+
+    def concerns(self, job: protocol.Job, failure: protocol.NotDone) -> bool:
+        """Whether a failed job was about it; then it is not used any more."""
+        broken = isinstance(job, protocol.Scan) and job.published and failure.errno == errno.EBADMSG
+        if broken or isinstance(job, protocol.Fetch):
+            self.refuse(failure.error)
+        return broken or isinstance(job, protocol.Fetch)
+
+    def end(self) -> None:
+        self.used = 0
+        (self._run.generation / published.HELD).unlink(missing_ok=True)
+
+
+# Which files are copied: all, or those of the dataset's share (``cache.store.subset``).
+
+
+class Kept:
+    """Positions follow from the sum of all sizes, so a share counts when all is listed."""
+
+    def __init__(self, run: Coordinator, share: int) -> None:
+        self._run = run
+        self._share = share
+        self._positions: subset.Positions | None = None
+        self.short = False  # something that is to be kept did not fit
+
+    @property
+    def partly(self) -> bool:
+        """Not all files are kept."""
+        return self._share < subset.ALL
+
+    def waits(self, *, listing: bool) -> bool:
+        """Nothing is copied yet: positions follow from what all files have together."""
+        return listing and self.partly
+
+    def of(self, chunk: index.Chunk) -> list[Entry]:
+        """The entries of a chunk that are copied."""
+        if not self.partly:
+            return chunk.entries
+        if self._positions is None:
+            self._positions = self._run.positions()
+        path = self._run.index.path(chunk.directory)
+        inside = self._run.index.directory(chunk.directory).inside
+        at = self._positions.of(path, inside, chunk.entries)
+        pairs = zip(chunk.entries, at, strict=True)
+        return [entry for entry, position in pairs if position < self._share]
+
+
 SEALS_IN_A_BATCH = 2048
 # SSD bytes. With less room than this the pass does not look for files that still fit.
 SMALLEST = 4096
 PASSING_SECONDS = 0.2  # to pass over chunks before answers are looked at again
 
 
-class FillPass(coordinator.Pass):
-    may_hang = (Scan, Copy, Extents, Whole, published.Fetch)
+class FillPass(Pass):
+    may_hang = (Scan, Copy, Extents, Whole, protocol.Fetch)
 
-    def __init__(self, run: coordinator.Coordinator, task: protocol.FillTask) -> None:
+    def __init__(self, run: Coordinator, task: protocol.FillTask) -> None:
         self.run = run
         self.index = run.index
         self.pool = run.pool
         self.immutable = task.immutable
-        self.kept = kept_files.Kept(run, task.share)
+        self.kept = Kept(run, task.share)
         self.mounted: dict[tuple[str, ...], list[str]] = {}
         for path in task.mounted:
             parts = tuple(path.split("/"))
@@ -158,16 +272,13 @@ class FillPass(coordinator.Pass):
         self._large_was_last = False
         self._closing: closing.Closing | None = None
         self.retries = Retries(run, self)
-        self.published = published.Published(run, task)
+        self.published = Published(run, task)
         if self.look_in_tree:
             self.retries.check_seals()
             # The index may be new, or an earlier pass was killed while it listed again.
             run.usage.at_least(run.totals, task.used - self.large.used, task.inodes)
         with self.index.transaction():
-            # A new pass tries again what failed in the last one.
-            self.index.reset_rescans()
-            self.index.retry_put_off()
-            for number in self.index.failing():
+            for number in self.index.try_again():
                 run.list_again(number)
 
     @property
@@ -224,9 +335,7 @@ class FillPass(coordinator.Pass):
             return None
         # A directory that is listed again waits until its chunks are committed: what the
         # tree has is counted by the listing or by them, not by both.
-        taken = self.scanning.keys() | {
-            each.directory for each in self.pool.assigned(*coordinator.COPIES)
-        }
+        taken = self.scanning.keys() | {each.directory for each in self.pool.assigned(*COPIES)}
         taken |= {staged.directory for staged in self.run.batch.all()}
         waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
         if not waiting:
@@ -262,7 +371,7 @@ class FillPass(coordinator.Pass):
     def _skeleton_complete(self) -> None:
         self.skeleton = True
         self.run.all_listed()
-        self.run.agent.say(protocol.Report(skeleton=True))
+        agent.say(protocol.Report(skeleton=True))
 
     def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory
@@ -346,7 +455,8 @@ class FillPass(coordinator.Pass):
         self.copying.add(chunk.id)
         job = Copy(
             folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
-            location=self.index.location(chunk.directory), patient=chunk.priority == index.SILENT,
+            location=self.index.directory(chunk.directory).location,
+            patient=chunk.priority == index.SILENT,
         )  # fmt: skip
         return Assignment(
             job, directory=chunk.directory, allocated=size, inodes=len(items), chunk=chunk,
@@ -375,7 +485,7 @@ class FillPass(coordinator.Pass):
         """Nothing of it fits. Smaller files of other chunks may, unless hardly any room is left."""
         if not wanted or self.run.room(inodes=0).holds(SMALLEST, 1):
             with self.index.transaction():
-                self.index.no_room_for(chunk.id)
+                self.index.set_priority(chunk.id, index.NO_ROOM)
         else:
             self.full = True
 
@@ -402,7 +512,7 @@ class FillPass(coordinator.Pass):
                 failed=answer.failed,
                 links=answer.links,
                 left={item.name for item in chunk.entries} - given | set(answer.left) - silent,
-                kept=kept(job, answer),
+                kept=_kept(job, answer),
                 silent=silent,
             )
         )
@@ -425,7 +535,7 @@ class FillPass(coordinator.Pass):
                 self.large.copied(job, answer)
             case Whole() as job, protocol.Completed():
                 self.large.whole(job, answer)
-            case _, published.Fetched():
+            case _, protocol.Fetched():
                 self.published.fetched(answer)
             case protocol.Recheck() as job, protocol.Rechecked():
                 self.retries.rechecked(job, answer)
@@ -463,17 +573,17 @@ class FillPass(coordinator.Pass):
     def gave_up(self, assignment: Assignment, at: int) -> None:
         job = assignment.job
         if isinstance(job, Extents | Whole):
-            self.large.hung(job, at, coordinator.HANGS)
+            self.large.hung(job, at, HANGS)
             return
         self.forget(assignment)
         self.published.gave_up(job)
         if isinstance(job, Scan):
-            self._scan_failed(job.directory, coordinator.HANGS, lasting=True)
+            self._scan_failed(job.directory, HANGS, lasting=True)
         elif isinstance(job, Copy) and assignment.chunk is not None:
             chunk, hangs = assignment.chunk, job.entries[min(at, len(job.entries) - 1)]
             left = [item for item in chunk.entries if item.name != hangs.name]
             with self.index.transaction():
-                self.index.fail(chunk.directory, hangs.name, coordinator.HANGS, lasting=True)
+                self.index.fail(chunk.directory, hangs.name, HANGS, lasting=True)
                 self.index.committed(chunk, 0, 0, 0, 1, left)
                 self.index.keep(chunk.directory, [manifest.Item(hangs, manifest.State.AT_SOURCE)])
             self.chunks = []
@@ -573,7 +683,7 @@ class FillPass(coordinator.Pass):
 
     # --- reports
 
-    def counts(self) -> index.Counts:
+    def counts(self) -> manifest.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
         return self.run.totals
@@ -587,7 +697,25 @@ class FillPass(coordinator.Pass):
         return protocol.End(ended.result, ended.why, fill=self.run.left(room=room, short=short))
 
 
-def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
+def _kept(job: protocol.Copy, answer: protocol.Copied) -> list[manifest.Item]:
+    """What the manifest keeps of a copy: what is left comes with another one."""
+    left, failed = set(answer.left), {failure.name for failure in answer.failed}
+    sums = (
+        answer.sums[at : at + protocol.SUM].strip()
+        for at in range(0, len(answer.sums), protocol.SUM)
+    )
+    return [
+        manifest.Item(
+            item,
+            manifest.State.AT_SOURCE if item.name in failed else manifest.State.STORED,
+            checksum,
+        )
+        for item, checksum in zip(job.entries, sums, strict=True)
+        if item.name not in left
+    ]
+
+
+def begin(task: protocol.FillTask) -> tuple[Coordinator, FillPass]:
     """A pass that is ready to run, the root of its tree with the attributes of the source's root.
 
     OSError when there is no source, ESHUTDOWN when it is another one, EBUSY while bad files are in
@@ -598,7 +726,7 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     with kit.files.closing(tree.open_source(task.source, task.stamp)) as source:
         root = tree.entry_of("", os.fstat(source))
         access = task.native if native.available() else None
-        run = coordinator.Coordinator(task, worker.serve, access)
+        run = Coordinator(task, access)
         decides = FillPass(run, task)
         run.index.add_root(root)
         with tree.opened_root(run.generation / "tree") as top:
@@ -607,4 +735,4 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
 
 
 def main() -> None:
-    coordinator.serve(protocol.FillTask, begin)
+    opened.serve(protocol.FillTask, lambda task: Coordinator.run(*begin(task)))

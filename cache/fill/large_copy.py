@@ -15,7 +15,7 @@ import kit.files
 from cache.fill import control, copy, protocol
 from cache.store import extents, large, tree
 from cache.store.tree import Entry
-from ceph import layout, native, objects
+from ceph import native, objects
 
 JOB_SECONDS = 2.0  # the rest of a job waits for another turn
 
@@ -23,13 +23,9 @@ JOB_SECONDS = 2.0  # the rest of a job waits for another turn
 class LargeCopier:
     """Copies for one worker, through one buffer."""
 
-    def __init__(
-        self, generation: int, page: control.Control, number: int, throttle: control.Throttle,
-        *, immutable: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, generation: int, throttle: control.Throttle, *, immutable: bool) -> None:
         """``generation``: descriptor of its folder."""
         self._generation = generation
-        self._page, self._number = page, number
         self._throttle = throttle
         self._immutable = immutable
         self._buffer: memoryview | None = None
@@ -52,9 +48,9 @@ class LargeCopier:
                 self._copy(job, origin, part, reader, listing, answer)
                 if not self._immutable:
                     self._check_version(origin, job.entry)
-                self._page.begin(self._number, control.FLUSHING)
+                self._throttle.begin(control.FLUSHING)
                 part.commit()
-                self._page.begin(self._number, 0)
+                self._throttle.begin(0)
         except OSError as error:
             if error.errno in tree.SOURCE_GONE:
                 raise
@@ -83,7 +79,7 @@ class LargeCopier:
             for extent in rest:
                 if time.monotonic() >= deadline and len(answer.left) < len(job.extents):
                     break
-                self._page.begin(self._number, job.extents.index(extent))
+                self._throttle.begin(job.extents.index(extent))
                 put(extent, self._read(origin, *part.span(extent)))
         except control.Cancelled:
             pass  # what was put is kept
@@ -126,14 +122,10 @@ class LargeCopier:
             return job.extents
         reading = _Reading(job, part, found, put)
 
-        def waiting() -> None:
-            self._throttle.beat()
-            self._throttle.check()
-
         try:
             unread = reader.read(
                 location, reading.parts, reading.take, deadline, patient=job.patient,
-                waiting=waiting,
+                waiting=self._throttle.idle,
             )  # fmt: skip
         except PermissionError:
             return job.extents
@@ -191,7 +183,7 @@ class _Reading:
     """The objects' parts of one job, and what came of them."""
 
     def __init__(
-        self, job: protocol.Extents, part: extents.Extents, found: layout.Layout,
+        self, job: protocol.Extents, part: extents.Extents, found: objects.Layout,
         put: Callable[[int, bytes | memoryview], None],
     ) -> None:  # fmt: skip
         self._part = part
@@ -204,7 +196,7 @@ class _Reading:
         for extent in job.extents:
             offset, length = part.span(extent)
             self._missing[extent] = length
-            for piece in layout.pieces(found, offset, length):
+            for piece in objects.pieces(found, offset, length):
                 each = objects.Part(job.entry.ino, piece.number, piece.offset, piece.size, extent)
                 self._at[each] = piece.at - offset
                 self.parts.append(each)

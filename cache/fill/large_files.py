@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from cache.fill import coordinator, protocol
-from cache.fill.staged import Staged
+from cache.fill.coordinator import Staged
 from cache.fill.worker_pool import Assignment
 from cache.store import extents, index, large, manifest, tree
 from cache.store.tree import Entry
@@ -102,7 +102,7 @@ class LargeFiles:
             if len(chunk.entries) > 1:
                 self._index.split(chunk, large.is_large)
             elif len(self._open) >= MOST_OPEN or not self._begin(chunk, waits=True):
-                self._index.set_aside(chunk.id)
+                self._index.set_priority(chunk.id, index.LARGE)  # copied beside the others
 
     def _begin(self, chunk: index.Chunk, *, waits: bool) -> bool:
         """Copy its file from now on, if there is room for it; False when it waits for some.
@@ -119,7 +119,7 @@ class LargeFiles:
         cost = self._fits(chunk, present)
         if cost is None:
             if not waits:
-                self._index.no_room_for(chunk.id)
+                self._index.set_priority(chunk.id, index.NO_ROOM)
                 self.short = True
             return not waits
         with large.part(self._generation, key, item):

@@ -5,30 +5,23 @@ The agent gives a coordinator one ``Task`` and then ``Command``s; the coordinato
 
 A coordinator gives each worker a ``Setup`` and then one ``Job`` at a time; the worker answers with
 ``Answer``s. These carry up to 256 entries each, thousands per second, and go through a pipe per
-direction (``cache.fill.pipes``). Names are str by ``os.fsdecode``; their lone surrogates
+direction, each behind its length. Names are str by ``os.fsdecode``; their lone surrogates
 survive because the standard library writes the JSON (see ``kit.messages``).
 
 What changes while a job runs goes through the control page instead (``cache.fill.control``).
 """
 
-import contextlib
 import dataclasses
 import os
-import signal
-import sys
-from collections.abc import Callable
+import struct
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
 import kit.messages
-from cache.fill import listings, pipes
-from cache.fill.floor import Least
-from cache.fill.listings import Relisted as Relisted
-from cache.fill.pipes import send
 from cache.store import subset
-from cache.store.rows import Counts
+from cache.store.manifest import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
 
@@ -49,6 +42,17 @@ class Verify(msgspec.Struct, tag=True, kw_only=True):
     afresh: bool = False  # nothing that memory has of the files is believed
     ahead: list[str] = []  # as in the task
     also: list[str] = []
+
+
+class Relisted(msgspec.Struct, kw_only=True):
+    """What the tree has in a directory, for an index that lost it."""
+
+    opaque: bool
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+    allocated: int = 0  # SSD bytes
+    folders: list[Entry] = []
 
 
 class Verified(msgspec.Struct, tag=True, kw_only=True):
@@ -122,6 +126,16 @@ class VerifyEnd:
 
 
 @dataclass(frozen=True)
+class Least:
+    """What stays free, whatever the settings say: of bytes and of inodes a share and an amount."""
+
+    share: float = 0.0
+    bytes: int = 0
+    inodes_share: float = 0.0
+    inodes: int = 0
+
+
+@dataclass(frozen=True)
 class Limits:
     """How hard a pass may work and how much it may store."""
 
@@ -151,6 +165,18 @@ class Task:
     beside: bool = False  # the generation that it shares files with is stored, too
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """Where a published manifest may be, and what it must be of."""
+
+    folder: str  # an absolute path; symbolic links on the way to it are followed
+    path: list[str]  # names below it; no link is followed
+    marks: dict[str, str]  # of the source (cache.store.identity)
+
+    def __str__(self) -> str:
+        return "/".join((self.folder.rstrip("/"), *self.path))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FillTask(Task):
     native: Access | None = None  # reads past the mount are possible
@@ -160,7 +186,7 @@ class FillTask(Task):
     share: int = subset.ALL  # of the files that are kept
     before: str = ""  # folder of the generation whose unchanged files are shared
     before_made_ns: int = 0  # when its snapshot was made
-    manifest: listings.Manifest | None = None  # read instead of listing directories
+    manifest: Manifest | None = None  # read instead of listing directories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,50 +262,6 @@ class Report:
     skeleton: bool = False  # every directory of the source is in the tree
     note: str = ""  # for the log
     end: End | None = None
-
-
-TaskT = TypeVar("TaskT")
-
-
-def first_task(kind: type[TaskT]) -> TaskT | None:
-    """What the agent wants of this process; None when it ended at once.
-
-    From here on signals for the agent's group do not end a pass: the agent cancels or kills it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.umask(0)
-    with os.fdopen(0, "rb", buffering=0, closefd=False) as agent:
-        line = agent.readline()  # unbuffered: the channel reads what follows
-    return kit.messages.decode(line, kind) if line.endswith(b"\n") else None
-
-
-class AgentChannel:
-    """Commands on standard input, reports on standard output.
-
-    Reading never blocks. Writing blocks while the agent does not read, which slows the pass down
-    and loses nothing.
-    """
-
-    def __init__(self) -> None:
-        self._input = b""
-        os.set_blocking(0, False)
-
-    @staticmethod
-    def say(report: Report) -> None:
-        sys.stdout.write(f'{{"result":{kit.messages.encode(report)}}}\n')
-        sys.stdout.flush()
-
-    def commands(self) -> list[Command] | None:
-        """Commands that have arrived; None when the agent has closed the pipe."""
-        try:
-            data = os.read(0, 65536)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        *lines, self._input = (self._input + data).split(b"\n")
-        return [kit.messages.decode(line, Command) for line in lines]
 
 
 # --- a coordinator and its workers
@@ -407,25 +389,14 @@ class Finish(Message):
     """Delete the spare links and make the whole generation durable."""
 
 
-class Unseal(Message):
-    """Remove the marks of ``path`` and of every directory above it."""
+class Fetch(Message):
+    """Read a published manifest into the generation's folder, and compare a sample of it."""
 
-    path: list[str]
-    names: list[str]  # bad files there, for the coordinator
-
-
-class Prune(Message):
-    """Delete names from a directory of the tree."""
-
-    directory: int | None
-    path: list[str]
-    names: list[str]
+    manifest: Manifest
+    allowance: int  # SSD bytes that it may take
 
 
-Job = (
-    Scan | Copy | Extents | Whole | Commit | Recheck | Finish | Verify | Unseal | Prune
-    | listings.Fetch
-)  # fmt: skip
+Job = Scan | Copy | Extents | Whole | Commit | Recheck | Finish | Verify | Fetch
 
 
 class Done(Message):
@@ -511,15 +482,75 @@ class Rechecked(Message):
     missing: list[int]
 
 
+class Fetched(Message):
+    why: str = ""  # it cannot be used
+    remedy: str = ""
+    directories: int = 0
+    bytes: int = 0  # SSD bytes that it takes
+
+
 Answer = (
     Done | NotDone | ScanPart | Scanned | Copied | ExtentsCopied | Completed
-    | Committed | Rechecked | Verified | listings.Fetched
+    | Committed | Rechecked | Verified | Fetched
 )  # fmt: skip
 
 # --- the pipes
 
 # A worker gets jobs on standard input and answers on standard output.
 JOBS, ANSWERS = 0, 1
+_LENGTH = struct.Struct("<I")
+READ_BYTES = 1024 * 1024
+# A chunk of entries with 255-byte names is below 1 MiB; a longer message is a broken stream.
+LONGEST = 64 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    body = kit.messages.encode(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def send(descriptor: int, message: msgspec.Struct) -> None:
+    """Write one message; blocks while the pipe is full. OSError when nobody reads it."""
+    view = memoryview(pack(message))
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class MessageStream(Generic[T]):
+    """Messages out of bytes as they arrive, for a reader that must not block."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that ``data`` completes. ValueError on a broken stream."""
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= _LENGTH.size:
+            length = int(_LENGTH.unpack_from(self._buffer)[0])
+            if length > LONGEST:
+                raise ValueError(f"message of {length} bytes: the stream is broken")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            found.append(kit.messages.decode(bytes(self._buffer[_LENGTH.size : end]), self._kind))
+            del self._buffer[:end]
+        return found
+
+
+def receive(descriptor: int, kind: type[T]) -> T | None:
+    """The next message, None at the end of the stream; blocks. ValueError on a broken stream.
+
+    For a worker, which gets a message only after it answered the one before.
+    """
+    stream = MessageStream(kind)
+    while data := os.read(descriptor, READ_BYTES):
+        if found := stream.feed(data):
+            return found[0]
+    return None
 
 
 def answer(message: Answer) -> None:
@@ -527,28 +558,9 @@ def answer(message: Answer) -> None:
     send(ANSWERS, message)
 
 
-def answers() -> pipes.MessageStream[Answer]:
-    return pipes.MessageStream(cast(Any, Answer))
+def answers() -> MessageStream[Answer]:
+    return MessageStream(cast(Any, Answer))
 
 
 def next_job() -> Job | None:
-    return pipes.receive(JOBS, cast(Any, Job))
-
-
-def serve_alone(kind: type[TaskT], run: Callable[[TaskT], End]) -> None:
-    """The life of a process whose pass needs no workers: read the task, run it, report its end."""
-    import sqlite3  # not at the top: the fill of an image has no index, and starts without it
-
-    task = first_task(kind)
-    if task is None:
-        return
-    try:
-        end = run(task)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            return  # the agent has ended
-        end = End("failed", error.strerror or str(error))
-    except (ValueError, sqlite3.DatabaseError) as error:
-        end = End("failed", f"the index cannot be used ({error})")
-    with contextlib.suppress(BrokenPipeError):  # the agent has ended
-        AgentChannel.say(Report(end=end))
+    return receive(JOBS, cast(Any, Job))

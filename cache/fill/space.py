@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.store.subset import Amount
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ be replaced goes on the quarantine list; the agent publishes the overlay and has
 
 A directory that cannot be read, or that lacks names, is bad as well: its parent's mark goes,
 readers get the source's entries, and the next fill lists it again. An index that was lost is made
-again from the tree on the way (``cache.fill.relist``).
+again from the tree on the way.
 
 A scrub is a verify that begins where the one before was cut short (``cache.fill.verify``). What it
 found bad is replaced or on the quarantine list before the cursor passes it.
@@ -22,12 +22,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cache.fill import coordinator, protocol, relist, verify_worker
-from cache.fill.coordinator import Ended
+from cache.fill import coordinator, opened, protocol
+from cache.fill.agent import Ended
+from cache.fill.coordinator import Staged
+from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Copy
-from cache.fill.staged import Staged
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, large, tree
+from cache.store import generations, index, large, manifest, tree
 from cache.store.tree import Entry
 
 # How far the scrub of a generation has come is kept in its index, so that both are lost together.
@@ -71,6 +72,68 @@ def forget_cursor(db: sqlite3.Connection) -> None:
     db.execute("DELETE FROM scrub")
 
 
+# An index that was lost is made again from the tree, while a verify reads it.
+#
+# What a scan knew of a directory, its names, can only be taken from what is there now. So the names
+# are compared with the source's where it answers, and the totals with those that generation.json
+# has kept: an index that was made again never hides a loss.
+#
+# The root is marked as sealed last. Until then the index counts as lost, and a verify that was cut
+# short begins again.
+
+
+def _is_lost(run: OpenGeneration) -> bool:
+    """Whether the index lacks what a complete generation has."""
+    if run.index.totals().directories == 0:
+        return True
+    kept = generations.load(str(run.generation)) or {}
+    whole = run.index.directory(index.ROOT).state == index.SEALED
+    return kept.get("state") == "complete" and not whole
+
+
+class Relisting:
+    """Only directories with a mark count as listed: others may lack files, and the next fill lists
+    them."""
+
+    def __init__(self, run: OpenGeneration) -> None:
+        self._run = run
+        self._index = run.index
+        self._kept = generations.load(str(run.generation)) or {}
+        self._complete = self._kept.get("state") == "complete"
+        self._files = 0
+        run.note("the index was lost; it is made again from the tree")
+        with tree.opened_root(run.generation / "tree") as root:
+            self._index.add_root(tree.entry_of("", os.fstat(root)))
+
+    def take(self, number: int, found: protocol.Relisted) -> str:
+        """What is wrong with the directory, '' for a good one."""
+        self._files += found.files
+        root = number == index.ROOT
+        with self._index.transaction():
+            self._index.add_directories(number, found.folders)
+            if not found.opaque and not (root and self._complete):
+                return "has lost its mark in the store" if self._complete else ""
+            self._index.restart_listing(number)
+            self._index.listed(
+                number, entries=found.entries, files=found.files, size=found.bytes,
+                stored=(found.files, found.bytes, found.allocated), skipped=0,
+            )  # fmt: skip
+            if not root:
+                self._index.sealed(number)
+        return ""
+
+    def finish(self) -> None:
+        """Everything was read: the index counts as whole from now on."""
+        if self._complete:
+            with self._index.transaction():
+                self._index.sealed(index.ROOT)
+            self._run.totals = self._index.totals()
+
+    def lost(self) -> int:
+        """Files that were stored and that the tree lacks; which ones is not known."""
+        return max(0, int(self._kept.get("done_files", 0)) - self._files) if self._complete else 0
+
+
 AHEAD = 64
 MOST_NOTES = 100  # bad files that the log names
 PART_SECONDS = 20.0  # of a directory, before its job is over
@@ -96,7 +159,7 @@ class VerifyPass(coordinator.Pass):
         self.known: dict[tuple[str, ...], list[str]] = {}  # what was bad before, by directory
         if task.scrub:
             self.known = generations.grouped(generations.read_quarantined(run.generation))
-        self.relisting = relist.Relisting(run) if relist.is_lost(run) else None
+        self.relisting = Relisting(run) if _is_lost(run) else None
         self.reading: dict[int, str] = {}  # directories under way: names up to this one are read
         self.parts: list[int] = []  # those of them that go on
         self.cached = 0
@@ -178,9 +241,8 @@ class VerifyPass(coordinator.Pass):
 
     def _following(self, limit: int) -> list[int]:
         """Directories that were not given to a worker yet."""
-        if self.relisting is not None:
-            return self.index.known_directories(self.after, limit)
-        return self.index.listed_directories(self.after, limit)
+        whole = self.relisting is None
+        return self.index.known_directories(self.after, limit, listed=whole)
 
     def _replace(self) -> Assignment | None:
         if not self.bad:
@@ -316,14 +378,12 @@ class VerifyPass(coordinator.Pass):
 
     def _list_everything_again(self) -> None:
         """Every directory may lack files: the next fill compares all of them with the source."""
-        number = 0
-        while found := self.index.known_directories(number, AHEAD):
-            for number in found:
-                self._quarantine(self.index.path(number), "")
+        for number in self.index.every_directory():
+            self._quarantine(self.index.path(number), "")
 
-    def counts(self) -> index.Counts:
+    def counts(self) -> manifest.Counts:
         total, found = self.run.totals, self.found
-        return index.Counts(
+        return manifest.Counts(
             *(total.done_files, total.done_bytes, found.checked_files, found.checked_bytes),
             *(found.bad, total.skipped),
         )
@@ -362,9 +422,9 @@ class VerifyPass(coordinator.Pass):
 def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
     """A pass that is ready to run. OSError when the source is not there."""
     os.close(tree.open_source(task.source, task.stamp))  # before any file is judged bad
-    run = coordinator.Coordinator(task, verify_worker.serve)
+    run = coordinator.Coordinator(task)
     return run, VerifyPass(run, task)
 
 
 def main() -> None:
-    coordinator.serve(protocol.VerifyTask, begin)
+    opened.serve(protocol.VerifyTask, lambda task: coordinator.Coordinator.run(*begin(task)))

@@ -2,21 +2,43 @@
 
 import contextlib
 import errno
-import functools
+import fcntl
+import mmap
 import os
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
 
 import kit.files
-from cache.fill import control, copy, direct, protocol, relist, verify_large, worker
-from cache.store import large, tree
+from cache.fill import commit, control, copy, opened, protocol
+from cache.store import extents, large, tree
 from cache.store.tree import Entry
 
 MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 # A damaged file system answers so, for what it lost or cannot read.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Checked(NamedTuple):
+    fault: str  # '' when its bytes are those that were stored
+    repaired: int = 0  # extents that were fetched again
+
+
+@dataclass(frozen=True)
+class _Directory:
+    """One that is verified, and what is found in it."""
+
+    job: protocol.Verify
+    directory: int
+    source: int | OSError | None  # to compare with, or why it cannot be opened
+    found: protocol.Verified
+    ahead: list[int]  # of generations whose own scrub reads what is shared
+    also: list[tuple[int, int]]  # of generations that may have a bad file, too; by their place
 
 
 class NotComparedError(Exception):
@@ -30,14 +52,19 @@ class NotComparedError(Exception):
         self.size = size
 
 
-class VerifyWorker(worker.Worker):
-    def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
-        super().__init__(number, page, setup)
+class Verifier:
+    """The part of a worker that verifies."""
+
+    def __init__(self, own: commit.Committer, source: int, throttle: control.Throttle) -> None:
+        """``source``: descriptor of its root."""
+        self.generation, self.tree = own.generation, own.tree
+        self.source = source
+        self.throttle = throttle
         self._buffer = memoryview(bytearray(copy.BLOCK))
-        self._stored = direct.Reader(self.throttle)
+        self._stored = DiskReader(self.throttle)
         self._others: dict[str, int] = {}  # roots of the trees of other generations
 
-    def verify(self, job: protocol.Verify) -> None:
+    def verify(self, job: protocol.Verify) -> protocol.Verified:
         found = protocol.Verified()
         with contextlib.ExitStack() as stack:
             try:
@@ -48,8 +75,7 @@ class VerifyWorker(worker.Worker):
                     raise
                 found.fault = f"cannot be read in the store: {copy.reason(error)}"
                 found.unreadable = True
-                protocol.answer(found)
-                return
+                return found
             source: int | OSError | None = None
             if job.against_source:
                 try:
@@ -61,29 +87,27 @@ class VerifyWorker(worker.Worker):
             if not job.after:
                 self._compare_names(job, names, found)
             if job.relist:
-                found.listed = relist.look(directory, names)
-            self._ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
-            self._also = list(self._opened(job.also, job.path, stack))
-            self._verify_names(job, directory, names, source, found)
-        protocol.answer(found)
+                found.listed = opened.look(directory, names)
+            ahead = [each for _, each in self._opened(job.ahead, job.path, stack)]
+            also = list(self._opened(job.also, job.path, stack))
+            self._verify_names(_Directory(job, directory, source, found, ahead, also), names)
+        return found
 
-    def _verify_names(
-        self, job: protocol.Verify, directory: int, names: list[str], source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> None:  # fmt: skip
+    def _verify_names(self, place: _Directory, names: list[str]) -> None:
         """Those after ``job.after``, as far as patience goes."""
+        job = place.job
         ends = time.monotonic() + job.patience
         last = job.after
         for name in names:
             if name <= job.after:
                 continue
             if job.patience and time.monotonic() > ends and last > job.after:
-                found.left_after = last
+                place.found.left_after = last
                 return
             try:
-                self._verify_name(job, directory, name, source, found)
+                self._verify_name(place, name)
             except control.Cancelled:
-                found.left_after = last
+                place.found.left_after = last
                 return
             last = name
 
@@ -102,28 +126,26 @@ class VerifyWorker(worker.Worker):
         if job.entries is not None and len(names) + lost != job.entries:
             found.fault = f"has {len(names)} names in the store, {job.entries} were stored"
 
-    def _verify_name(
-        self, job: protocol.Verify, directory: int, name: str, source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> None:  # fmt: skip
+    def _verify_name(self, place: _Directory, name: str) -> None:
+        found = place.found
         try:
-            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            status = os.stat(name, dir_fd=place.directory, follow_symlinks=False)
         except OSError as error:
             if error.errno not in _BROKEN:
                 raise
             fault = f"cannot be looked up in the store: {copy.reason(error)}"
-            found.bad.append((self._entry_of(name, job.path, directory), fault))
+            found.bad.append((self._entry_of(place, name), fault))
             return
         if not stat.S_ISREG(status.st_mode):
             return
-        if any(tree.is_link(each, name, status) for each in self._ahead):
+        if any(tree.is_link(each, name, status) for each in place.ahead):
             found.checked_files += 1
             found.shared_files += 1
             self.throttle.step(1, 0)
             return
         try:
-            fault, size = self._verify_file(job, directory, name, source, found)
-            found.cached += self._stored.way == direct.CACHED
+            fault, size = self._verify_file(place, name)
+            found.cached += self._stored.way == CACHED
         except NotComparedError as error:
             fault, size = "", error.size
             found.uncompared += 1
@@ -132,9 +154,9 @@ class VerifyWorker(worker.Worker):
         found.checked_files += 1
         found.checked_bytes += size
         if fault:
-            found.bad.append((self._entry_of(name, job.path, directory), fault))
+            found.bad.append((self._entry_of(place, name), fault))
             found.also += [
-                (at, name) for at, each in self._also if tree.is_link(each, name, status)
+                (at, name) for at, each in place.also if tree.is_link(each, name, status)
             ]
 
     def _opened(
@@ -147,29 +169,25 @@ class VerifyWorker(worker.Worker):
                     self._others[folder] = tree.open_root(f"{folder}/tree")
                 yield at, stack.enter_context(tree.opened(self._others[folder], path))
 
-    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
+    def _entry_of(self, place: _Directory, name: str) -> Entry:
         """As the source has it now, else as the store has it."""
         try:
-            with tree.opened(self.source, path) as source:
+            with tree.opened(self.source, place.job.path) as source:
                 return tree.entry_of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
         except OSError:
             pass
         try:
-            return tree.entry_of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
+            return tree.entry_of(name, os.stat(name, dir_fd=place.directory, follow_symlinks=False))
         except OSError:  # neither can be read: only the name counts
             return Entry(name, stat.S_IFREG, 0, 0, 0, 0, 0, 1, True)
 
-    def _verify_file(
-        self, job: protocol.Verify, directory: int, name: str, source: int | OSError | None,
-        found: protocol.Verified,
-    ) -> tuple[str, int]:  # fmt: skip
+    def _verify_file(self, place: _Directory, name: str) -> tuple[str, int]:
         """What is wrong with a stored file ('' for a good one), and its size.
 
-        ``source``: the source's directory to compare with, or why it cannot be opened.
         NotComparedError when the file is good and the source's cannot be read.
         """
         try:
-            stored = os.open(name, _FLAGS, dir_fd=directory)
+            stored = os.open(name, _FLAGS, dir_fd=place.directory)
         except OSError as error:
             return f"cannot be opened in the store: {copy.reason(error)}", 0
         with kit.files.closing(stored):
@@ -179,31 +197,64 @@ class VerifyWorker(worker.Worker):
             except OSError:
                 return "has no checksum in the store", size
             try:
-                if job.afresh:  # jobs read their sources now: no page is missed
+                if place.job.afresh:  # jobs read their sources now: no page is missed
                     os.posix_fadvise(stored, 0, 0, os.POSIX_FADV_DONTNEED)
                 if large.is_stored_so(stored):
-                    checked = self._verify_large(job, directory, name, kept)
+                    checked = self._verify_large(place, name, kept)
                     if checked.repaired:
-                        found.repaired.append((name, checked.repaired))
+                        place.found.repaired.append((name, checked.repaired))
                     if checked.fault:
                         return checked.fault, size
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
                 return f"cannot be read in the store: {copy.reason(error)}", size
-            if source is not None:
-                return self._compare(stored, kept, name, source), size
+            if place.source is not None:
+                return self._compare(stored, kept, name, place.source), size
             return "", size
 
-    def _verify_large(
-        self, job: protocol.Verify, directory: int, name: str, kept: str
-    ) -> verify_large.Checked:
+    def _verify_large(self, place: _Directory, name: str, kept: str) -> Checked:
         with contextlib.ExitStack() as stack:
             source = None
-            if job.reachable:
+            if place.job.reachable:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    source = stack.enter_context(tree.opened(self.source, job.path))
-            return verify_large.check(self.generation, directory, name, kept, self.throttle, source)
+                    source = stack.enter_context(tree.opened(self.source, place.job.path))
+            return self._check_large(place.directory, name, kept, source)
+
+    def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:
+        """``kept``: its checksum. ``source``: its directory there, to fetch bad extents from.
+
+        OSError when it cannot be read in the store, or the whole source has gone.
+        """
+        flags = os.O_RDWR if source is not None else os.O_RDONLY
+        with (
+            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=directory)) as stored,
+            large.records_of(self.generation, stored) as held,
+        ):
+            self.throttle.step(1, 0)
+            if held is None or held.checksum() != kept:
+                # The records are lost: the file's checksum still tells whether all of it is good.
+                return Checked(_without_records(self.generation, stored, kept, self.throttle))
+            bad = []
+            for extent in range(held.count):
+                try:
+                    good = held.is_good(extent)
+                except OSError as error:  # a bad sector
+                    if error.errno != errno.EIO:
+                        raise
+                    good = False
+                if not good:
+                    bad.append(extent)
+                self.throttle.step(0, held.span(extent)[1])
+            if not bad:
+                return Checked("")
+            first = held.span(bad[0])[0]
+            fault = f"{len(bad)} extents are not what was stored, the first at {first}"
+            if source is None:
+                return Checked(fault)
+            if _repair(held, bad, name, source, self.throttle):
+                return Checked("", len(bad))
+            return Checked(f"{fault}; the source has other bytes there")
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
         """How a stored file differs from the source's, '' when it does not.
@@ -240,14 +291,15 @@ class VerifyWorker(worker.Worker):
                     return f"differs from the source in {what.removeprefix('st_')}"
             if xattrs != tree.xattrs_of(origin):
                 return "differs from the source in its xattrs"
-            by_extents = large.is_stored_so(stored)
-            summed = copy.checksum(origin, self.throttle, self._buffer, by_extents=by_extents)
+            if large.is_stored_so(stored):
+                self.throttle.step(1, 0)
+                records = b"".join(_records(origin, self.throttle))
+                summed = xxhash.xxh3_128_hexdigest(records)
+            else:
+                summed = _checksum(origin, self.throttle, self._buffer)
             if summed != kept:
                 return "differs from the source in its bytes"
         return ""
-
-
-VerifyWorker.methods = {**worker.Worker.methods, protocol.Verify: VerifyWorker.verify}
 
 
 def _names(directory: int) -> tuple[list[str], int]:
@@ -260,4 +312,165 @@ def _names(directory: int) -> tuple[list[str], int]:
     return sorted(names), folders
 
 
-serve = functools.partial(worker.serve, kind=VerifyWorker)
+# --- stored files from the disk itself, past the page cache
+#
+# A verify wants to know what the disk has, not what memory remembers, and the pages of running jobs
+# are worth more than those of files that are read once a month. ext4 and XFS read directly
+# (O_DIRECT); where a file system refuses that, the kernel's uncached reads are tried
+# (RWF_DONTCACHE, kernel 6.14), else the page cache is used and the worker says so.
+
+DIRECT, UNCACHED, CACHED = "direct", "uncached", "cached"
+_DONTCACHE = 0x80  # RWF_DONTCACHE
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskReader:
+    """For one worker, through one buffer that is aligned to pages."""
+
+    def __init__(self, throttle: control.Throttle) -> None:
+        self._throttle = throttle
+        self._buffer = memoryview(mmap.mmap(-1, copy.BLOCK))
+        self.way = DIRECT  # of the last file
+
+    def checksum(self, descriptor: int) -> str:
+        """Of an open stored file, in hex. OSError of the disk; Cancelled."""
+        self.way = _begin(descriptor)
+        summed = xxhash.xxh3_128()
+        offset = 0
+        counted = 0  # files: with the first block
+        while True:
+            size = self._read(descriptor, offset)
+            if size:
+                summed.update(self._buffer[:size])
+                self._throttle.step(1 - counted, size)
+                counted = 1
+            offset += size
+            if size < copy.BLOCK:
+                break
+        if not counted:
+            self._throttle.step(1, 0)
+        return summed.hexdigest()
+
+    def _read(self, descriptor: int, offset: int) -> int:
+        """A whole block unless the file ends before: direct reads begin at whole blocks."""
+        size = 0
+        while size < copy.BLOCK:
+            count = self._read_some(descriptor, self._buffer[size:], offset + size)
+            size += count
+            if not count or size % 4096:
+                break
+        return size
+
+    def _read_some(self, descriptor: int, into: memoryview, offset: int) -> int:
+        if self.way == UNCACHED:
+            try:
+                return os.preadv(descriptor, [into], offset, _DONTCACHE)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self.way = CACHED
+                # At least the disk is asked, unless a job has the pages mapped.
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            return os.preadv(descriptor, [into], offset)
+        except OSError as error:
+            if self.way != DIRECT or error.errno not in _REFUSED:
+                raise
+        _set_direct(descriptor, on=False)
+        self.way = UNCACHED
+        return self._read_some(descriptor, into, offset)
+
+
+def _begin(descriptor: int) -> str:
+    try:
+        _set_direct(descriptor, on=True)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return UNCACHED
+    return DIRECT
+
+
+def _set_direct(descriptor: int, *, on: bool) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+# --- files of the source
+
+
+def _checksum(origin: int, throttle: control.Throttle, buffer: memoryview) -> str:
+    """From the cluster or disk unless pages stay in the page cache."""
+    os.posix_fadvise(origin, 0, 0, os.POSIX_FADV_DONTNEED)
+    summed = xxhash.xxh3_128()
+    files = 1
+    while count := os.readv(origin, [buffer]):
+        summed.update(buffer[:count])
+        throttle.step(files, count)
+        files = 0
+    if files:
+        throttle.step(1, 0)
+    return summed.hexdigest()
+
+
+def _records(descriptor: int, throttle: control.Throttle) -> Iterator[bytes]:
+    """Of each extent; ``cache.store.large`` makes the checksum of a large file of them."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    size = os.fstat(descriptor).st_size
+    for extent in range(extents.count_of(size)):
+        yield extents.record_of(extents.read(descriptor, size, extent))
+        throttle.step(0, extents.EXTENT_BYTES)
+
+
+# --- of a stored large file only what is bad is fetched again
+#
+# A bad extent is written over in place, which no other file of a tree ever is: the bytes are those
+# that were stored, by their checksum, so no reader sees anything but right bytes come back. A
+# source whose bytes have another checksum is no help: then the file is bad as a whole.
+
+_SYNCED_EXTENTS = 64
+
+
+def _repair(
+    held: extents.Extents, bad: list[int], name: str, source: int, throttle: control.Throttle
+) -> bool:
+    """Whether all of them are good again."""
+    try:
+        origin = os.open(name, _FLAGS | os.O_NONBLOCK, dir_fd=source)
+    except OSError as error:
+        if error.errno in tree.SOURCE_GONE:
+            raise
+        return False
+    with kit.files.closing(origin):
+        if os.fstat(origin).st_size != held.size:
+            return False
+        for number, extent in enumerate(bad, 1):
+            try:
+                data = extents.read(origin, held.size, extent)
+            except OSError as error:
+                if error.errno in tree.SOURCE_GONE:
+                    raise
+                return False
+            if extents.record_of(data) != held.record(extent):
+                return False
+            times = os.fstat(held.data)
+            extents.write_all(held.data, memoryview(data), held.span(extent)[0])
+            os.utime(held.data, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if not number % _SYNCED_EXTENTS:  # the last sync has little to wait for
+                os.fdatasync(held.data)
+            throttle.beat()
+    os.fdatasync(held.data)
+    for extent in bad:
+        throttle.beat()
+        if not held.is_good(extent):
+            return False
+    return True
+
+
+def _without_records(generation: int, stored: int, kept: str, throttle: control.Throttle) -> str:
+    """The fault, '' when there is none; then the records are made again."""
+    records = b"".join(_records(stored, throttle))
+    if xxhash.xxh3_128_hexdigest(records) != kept:
+        return "its bytes are not those that were stored"
+    large.make_records(generation, stored, records)
+    return ""

@@ -11,83 +11,91 @@ left.
 """
 
 import os
-from collections import deque
 
-from cache.fill import coordinator, protocol, worker
-from cache.fill.coordinator import Ended
-from cache.fill.protocol import Prune, Unseal
-from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, tree
+from cache.fill import commit, opened, protocol
+from cache.fill.agent import Ended
+from cache.store import generations, large, tree
+from cache.store.manifest import Counts
 
 BAD = "its copy in the store was bad and could not be replaced"
 
 
-class WithdrawPass(coordinator.Pass):
-    phase = "withdrawing"
+class Withdraw:
+    """One part, in one process: deleting takes no workers."""
 
-    def __init__(self, run: coordinator.Coordinator, task: protocol.WithdrawTask) -> None:
-        self.run = run
-        self.index = run.index
-        self.hides = task.part == "hide"
-        self.deletes = self.hides or task.part == "files"
-        self.withdrawn = 0
-        listed = generations.read_quarantined(run.generation)
-        self.waiting = deque(generations.by_directory(listed))
+    def __init__(self, task: protocol.WithdrawTask) -> None:
+        """OSError when the source is not there."""
+        os.close(tree.open_source(task.source, task.stamp))
+        self._hides = task.part == "hide"
+        self._deletes = self._hides or task.part == "files"
+        self._run = opened.OpenGeneration(task)
+        self._index = self._run.index
+        self._run.agent.phase = "withdrawing"
+        self._top = tree.open_root(self._run.generation)
+        self._withdrawn = 0
 
-    def next_assignment(self) -> Assignment | None:
-        if self.run.cancelled or not self.waiting or self.run.pool.assigned(Unseal, Prune):
-            return None
-        path, names = self.waiting.popleft()
-        number = None if self.hides else self.index.find(path)
-        if self.deletes:
-            return Assignment(Prune(directory=number, path=path, names=names))
+    def run(self) -> protocol.End:
+        result, why = "withdrawn", ""
+        listed = generations.read_quarantined(self._run.generation)
+        waiting = list(generations.by_directory(listed))
+        try:
+            with tree.opened(self._top, ["tree"]) as root:
+                for at, (path, names) in enumerate(waiting):
+                    self._obey(len(waiting) - at)
+                    self._take_out(root, path, names)
+            if self._deletes and not self._hides:
+                generations.write_quarantined(self._run.generation, [])
+        except Ended as ended:
+            result, why = ended.result, ended.why
+        finally:
+            self._index.close()
+        return protocol.End(result, why, withdrawn=self._withdrawn)
+
+    def _take_out(self, root: int, path: list[str], names: list[str]) -> None:
+        try:
+            if self._deletes:
+                self._delete(root, path, names)
+            else:
+                self._unmark(root, path, names)
+        except OSError as error:
+            raise Ended("failed", error.strerror or str(error)) from error
+
+    def _unmark(self, root: int, path: list[str], names: list[str]) -> None:
+        """OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
+        number = self._index.find(path)
         if number is not None:
-            with self.index.transaction():
-                self.index.unseal(number)
+            with self._index.transaction():
+                self._index.unseal(number)
                 for name in names:  # the directory is incomplete even if this pass is killed
-                    self.index.fail(number, name, BAD, lasting=True)
-                self.index.count_failure(number)
-        return Assignment(Unseal(path=path, names=names))
+                    self._index.fail(number, name, BAD, lasting=True)
+                self._index.count_failure(number)
+        commit.unmark(root, path)
 
-    def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
-        if isinstance(assignment.job, Prune):
-            self.withdrawn += len(assignment.job.names)
-            if assignment.job.directory is not None:
-                with self.index.transaction():
-                    self.index.restart_listing(assignment.job.directory)
+    def _delete(self, root: int, path: list[str], names: list[str]) -> None:
+        try:
+            with tree.opened(root, path) as directory:
+                mtime_ns = os.fstat(directory).st_mtime_ns
+                for name in names:
+                    large.forget(self._top, directory, name)
+                    tree.remove(directory, name)
+                os.utime(directory, ns=(mtime_ns, mtime_ns))
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # it went with one above
+        self._withdrawn += len(names)
+        number = None if self._hides else self._index.find(path)
+        if number is not None:
+            with self._index.transaction():
+                self._index.restart_listing(number)
 
-    def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
-        raise coordinator.failed_by(assignment, failure)
-
-    def forget(self, assignment: Assignment) -> None:
-        if isinstance(assignment.job, Unseal | Prune):
-            self.waiting.appendleft((assignment.job.path, assignment.job.names))
-
-    def incomplete(self, directory: int) -> None:
-        """Nothing is committed here."""
-
-    def end_if_done(self) -> None:
-        if self.run.cancelled:
-            raise Ended("cancelled")
-        if not self.waiting:
-            if self.deletes and not self.hides:
-                generations.write_quarantined(self.run.generation, [])
-            raise Ended("withdrawn")
-
-    def counts(self) -> index.Counts:
-        total, done = self.withdrawn + len(self.waiting), self.withdrawn
-        return index.Counts(total, done_files=done, skipped=self.run.totals.skipped)
-
-    def end(self, ended: Ended) -> protocol.End:
-        return protocol.End(ended.result, ended.why, withdrawn=self.withdrawn)
-
-
-def begin(task: protocol.WithdrawTask) -> tuple[coordinator.Coordinator, WithdrawPass]:
-    """A pass that is ready to run. OSError when the source is not there."""
-    os.close(tree.open_source(task.source, task.stamp))
-    run = coordinator.Coordinator(task, worker.serve)
-    return run, WithdrawPass(run, task)
+    def _obey(self, left: int) -> None:
+        run = self._run
+        if not run.agent.heed():
+            return
+        counts = Counts(
+            self._withdrawn + left, done_files=self._withdrawn, skipped=run.totals.skipped
+        )
+        run.agent.report(counts, run.used(), sealed=run.totals.sealed)
 
 
 def main() -> None:
-    coordinator.serve(protocol.WithdrawTask, begin)
+    opened.serve(protocol.WithdrawTask, lambda task: Withdraw(task).run())

@@ -13,19 +13,18 @@ cut.
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
 
 import kit.files
-from cache.fill import commit, control, copy, fetch, large_copy, pipes, protocol, share
-from cache.fill.listings import Fetch, Fetched
+from cache.fill import commit, control, copy, fetch, large_copy, protocol, share, verify_worker
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native, objects
@@ -68,18 +67,15 @@ MOST_OPENED = 1024
 CONFIRM_SECONDS = 60
 
 
-class Worker(commit.Committer):
-    methods: ClassVar[Mapping[type[Any], Callable[[Any, Any], None]]]  # by the kind of a job
-
+class Worker:
     def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
-        self.number = number
-        self.page = control.Control(page)
         self._folder = setup.generation
-        super().__init__(setup.generation, control.Throttle(self.page, number))
+        self.throttle = control.Throttle(control.Control(page), number)
+        self.committer = commit.Committer(setup.generation, self.throttle)
         self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
         self.large_copier = large_copy.LargeCopier(
-            self.generation, self.page, number, self.throttle, immutable=setup.immutable
+            self.committer.generation, self.throttle, immutable=setup.immutable
         )
         self._origin = setup.source, setup.stamp
         with kit.files.closing(tree.open_source(*self._origin)) as source:
@@ -114,15 +110,15 @@ class Worker(commit.Committer):
 
     # --- scan
 
-    def scan(self, job: protocol.Scan) -> None:
-        """Answers ScanPart for every few entries, then Scanned."""
+    def scan(self, job: protocol.Scan) -> protocol.Scanned:
+        """Answers ScanPart for every few entries before."""
         part = protocol.ScanPart(directory=job.directory)
         found = protocol.Scanned(stored=protocol.Stored())
         with contextlib.ExitStack() as stack:
-            target = stack.enter_context(tree.opened(self.tree, job.path))
+            target = stack.enter_context(tree.opened(self.committer.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
             if job.again and tree.is_closed(target):
-                self.unmark(job.path)  # it may have other names now
+                commit.unmark(self.committer.tree, job.path)  # it may have other names now
             source: int | None = None
             listed = fetch.held(self._folder, job.path, stack) if job.published else None
             if listed is not None:
@@ -167,7 +163,7 @@ class Worker(commit.Committer):
                         part.chunk.append(item)
                 else:
                     found.skipped += 1  # a socket, fifo or device
-                self.page.beat(self.number)
+                self.throttle.beat()
                 if part_size(part) >= index.CHUNK_ENTRIES:
                     flush_part(part)
                     self.throttle.check()
@@ -177,7 +173,7 @@ class Worker(commit.Committer):
         if part_size(part):
             flush_part(part)
         found.note, self.note = self.note, ""
-        protocol.answer(found)
+        return found
 
     def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
         """A directory of the source. OSError, RefusedError."""
@@ -211,18 +207,13 @@ class Worker(commit.Committer):
         assert self._listing is not None
         return (Entry(*item) for item in self._listing.entries(path))
 
-    def fetch(self, job: Fetch) -> None:
+    def fetch(self, job: protocol.Fetch) -> protocol.Fetched:
         """Without object reads a manifest would cost more than listing."""
-        self.page.begin(self.number, 0)
+        self.throttle.begin(0)
         if self.access is not None and self._objects() is None:
-            protocol.answer(Fetched(why=f"it is for reads past the mount; {self.note}"))
-            return
+            return protocol.Fetched(why=f"it is for reads past the mount; {self.note}")
         exact = self._lists()
-        protocol.answer(fetch.fetch(job, self._folder, self._listed, self._alive, exact=exact))
-
-    def _alive(self) -> None:
-        self.throttle.beat()
-        self.throttle.check()
+        return fetch.fetch(job, self._folder, self._listed, self.throttle.idle, exact=exact)
 
     def _listed(self, path: Sequence[str]) -> Iterator[Entry | tuple[str, OSError]]:
         """A directory as the source has it, now."""
@@ -249,7 +240,7 @@ class Worker(commit.Committer):
         self, target: int, item: Entry, source: int | None, part: protocol.ScanPart
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
-        if self.page.no_room and not tree.has(target, item.name):
+        if self.throttle.no_room and not tree.has(target, item.name):
             flush_part(part)  # the coordinator must count what was made
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
@@ -282,10 +273,10 @@ class Worker(commit.Committer):
             for item in found:
                 if not tree.has(source, item.name):
                     extras.append(item.name)
-                self.page.beat(self.number)
+                self.throttle.beat()
         for name in extras:
             tree.remove(target, name)
-            self.page.beat(self.number)
+            self.throttle.beat()
 
     def _before(
         self, path: Sequence[str], stack: contextlib.ExitStack
@@ -308,12 +299,9 @@ class Worker(commit.Committer):
         return True
 
     def _has(
-        self,
-        target: int,
-        item: Entry,
-        stored: protocol.Stored,
-        before: share.SharedDirectory | None = None,
-    ) -> bool:
+        self, target: int, item: Entry, stored: protocol.Stored,
+        before: share.SharedDirectory | None,
+    ) -> bool:  # fmt: skip
         """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
@@ -327,9 +315,9 @@ class Worker(commit.Committer):
 
     # --- copy
 
-    def copy(self, job: protocol.Copy) -> None:
-        os.mkdir(job.folder, 0o700, dir_fd=self.staging)
-        self.page.begin(self.number, 0)
+    def copy(self, job: protocol.Copy) -> protocol.Copied:
+        os.mkdir(job.folder, 0o700, dir_fd=self.committer.staging)
+        self.throttle.begin(0)
         copied = protocol.Copied()
         tried: set[str] = set()
         sums: dict[str, str] = {}
@@ -344,7 +332,7 @@ class Worker(commit.Committer):
             copied.allocated += allocated + item.name_bytes
 
         with contextlib.ExitStack() as stack:
-            staging = stack.enter_context(tree.opened(self.staging, [job.folder]))
+            staging = stack.enter_context(tree.opened(self.committer.staging, [job.folder]))
             try:
                 rest = job.entries
                 if job.location and not self.no_objects:
@@ -354,7 +342,7 @@ class Worker(commit.Committer):
                 source = None
                 where = {item.name: at for at, item in enumerate(job.entries)}
                 for item in rest:
-                    self.page.begin(self.number, where[item.name])
+                    self.throttle.begin(where[item.name])
                     if source is None:
                         source = stack.enter_context(self._of_source(job.path))
                     if time.monotonic() >= deadline and (tried or copied.silent):
@@ -379,7 +367,7 @@ class Worker(commit.Committer):
             copied.left = [item.name for item in job.entries if item.name not in tried]
         copied.sums = "".join(sums.get(item.name, "").ljust(protocol.SUM) for item in job.entries)
         copied.note, self.note = self.note, ""
-        protocol.answer(copied)
+        return copied
 
     def _copy_objects(
         self,
@@ -410,7 +398,7 @@ class Worker(commit.Committer):
         try:
             unread = reader.read(
                 objects.Location(*job.location), plain, each, deadline,
-                patient=job.patient, waiting=self._alive,
+                patient=job.patient, waiting=self.throttle.idle,
             )  # fmt: skip
         except PermissionError as error:
             self._no_objects(error)
@@ -430,19 +418,19 @@ class Worker(commit.Committer):
                 self._no_objects(error)
         return self._reader
 
-    def extents(self, job: protocol.Extents) -> None:
-        self.page.begin(self.number, 0)
+    def extents(self, job: protocol.Extents) -> protocol.ExtentsCopied:
+        self.throttle.begin(0)
         reader = self._objects()
         listing = self._listing if reader is not None and self._lists() else None
         with self._of_source(job.path) as source:
             answer = self.large_copier.copy(job, source, reader, listing)
         answer.note, self.note = self.note, ""
-        protocol.answer(answer)
+        return answer
 
-    def whole(self, job: protocol.Whole) -> None:
-        self.page.begin(self.number, 0)
+    def whole(self, job: protocol.Whole) -> protocol.Completed:
+        self.throttle.begin(0)
         with self._of_source(job.path) as source:
-            protocol.answer(self.large_copier.whole(job, source))
+            return self.large_copier.whole(job, source)
 
     def _no_objects(self, error: OSError) -> None:
         self.no_objects = True
@@ -455,18 +443,9 @@ class Worker(commit.Committer):
 
     # --- commit
 
-    def commit(self, job: protocol.Commit) -> None:
-        """Nothing enters the tree unless its source is still there after it was read."""
-        if job.folders:
-            self._confirm()
-        super().commit(job)
-
-    def finish(self, job: protocol.Finish) -> None:
-        self._confirm()
-        super().finish(job)
-
     def _confirm(self) -> None:
-        """Check that the source is the one that was reached, by its path. OSError ESHUTDOWN.
+        """Nothing enters the tree unless the source that was reached is still there, by its path.
+        OSError ESHUTDOWN.
 
         CephFS answers reads in a deleted snapshot with later bytes, also through a directory that
         was opened before. What was read before this check, is of the right one: a snapshot that is
@@ -483,41 +462,63 @@ class Worker(commit.Committer):
 
     # --- the loop
 
+    @functools.cached_property
+    def _verifier(self) -> verify_worker.Verifier:
+        return verify_worker.Verifier(self.committer, self.source, self.throttle)
+
+    def do(self, job: protocol.Job) -> protocol.Answer:
+        """OSError, Cancelled."""
+        match job:
+            case protocol.Scan():
+                return self.scan(job)
+            case protocol.Copy():
+                return self.copy(job)
+            case protocol.Extents():
+                return self.extents(job)
+            case protocol.Whole():
+                return self.whole(job)
+            case protocol.Fetch():
+                return self.fetch(job)
+            case protocol.Commit():
+                if job.folders:
+                    self._confirm()
+                return self.committer.commit(job)
+            case protocol.Recheck():
+                return self.committer.recheck(job)
+            case protocol.Finish():
+                self._confirm()
+                return self.committer.finish()
+            case protocol.Verify():
+                return self._verifier.verify(job)
+
     def run(self) -> None:
         """Do jobs until there are no more. The error of a job is its answer."""
         while (job := protocol.next_job()) is not None:
+            answer: protocol.Answer
             try:
-                self.methods[type(job)](self, job)
+                answer = self.do(job)
             except control.Cancelled:
-                protocol.answer(protocol.NotDone(cancelled=True))
+                answer = protocol.NotDone(cancelled=True)
             except OSError as error:
                 refused = isinstance(error, tree.SourceRefusedError)
-                protocol.answer(
-                    protocol.NotDone(error=copy.reason(error), errno=error.errno, refused=refused)
-                )
+                why = copy.reason(error)
+                answer = protocol.NotDone(error=why, errno=error.errno, refused=refused)
             except Exception as error:
-                protocol.answer(protocol.NotDone(error=repr(error)))
+                answer = protocol.NotDone(error=repr(error))
+            protocol.answer(answer)
 
 
-Worker.methods = {
-    protocol.Scan: Worker.scan, protocol.Copy: Worker.copy, protocol.Extents: Worker.extents,
-    protocol.Whole: Worker.whole, protocol.Commit: Worker.commit, protocol.Finish: Worker.finish,
-    protocol.Recheck: Worker.recheck, protocol.Unseal: Worker.unseal, protocol.Prune: Worker.prune,
-    Fetch: Worker.fetch,
-}  # fmt: skip
-
-
-def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
+def serve(number: int, page: int) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
     child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.umask(0)
-    setup = pipes.receive(protocol.JOBS, protocol.Setup)
+    setup = protocol.receive(protocol.JOBS, protocol.Setup)
     if setup is None:
         return
     try:
-        worker = kind(number, page, setup)
+        worker = Worker(number, page, setup)
     except OSError as error:
         protocol.answer(protocol.NotDone(error=copy.reason(error), errno=error.errno))
         return

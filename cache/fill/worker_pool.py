@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cache.fill import control, pipes, protocol
+from cache.fill import control, protocol
 from cache.store import index
 from kit import child_main
 
@@ -53,7 +53,7 @@ class Member:
     pid: int
     jobs: int
     answers: int
-    stream: pipes.MessageStream[protocol.Answer] = field(default_factory=protocol.answers)
+    stream: protocol.MessageStream[protocol.Answer] = field(default_factory=protocol.answers)
     starting: bool = True
     assignment: Assignment | None = None
     signs: tuple[int, ...] = ()  # of life, as its slot of the control page had them last
@@ -198,16 +198,13 @@ class WorkerPool:
     @staticmethod
     def _send(member: Member, message: msgspec.Struct) -> None:
         try:
-            pipes.send(member.jobs, message)
+            protocol.send(member.jobs, message)
         except BrokenPipeError:
             pass  # it died; ``wait`` reports that with the job it had
 
     def watch(self, descriptor: int) -> None:
         """Report input on this descriptor too (commands of the agent)."""
         self._selector.register(descriptor, selectors.EVENT_READ, None)
-
-    def unwatch(self, descriptor: int) -> None:
-        self._selector.unregister(descriptor)
 
     def wait(self, seconds: float) -> Iterator[Event]:
         """What happens within ``seconds``. Raises PoolError when workers keep dying."""
@@ -217,7 +214,7 @@ class WorkerPool:
                 yield Event(None, None)
                 continue
             try:
-                data = os.read(member.answers, pipes.READ_BYTES)
+                data = os.read(member.answers, protocol.READ_BYTES)
             except BlockingIOError:
                 continue
             if data:

@@ -68,7 +68,7 @@ class Rbd:
         self._thing = f"dataset {dataset.name}: RBD image {self.access.spec}"
 
     def take(self, source: Source) -> None:
-        """Other monitors, key or client: they count from the next reach."""
+        """Other monitors, key or client, of the same user: they count from the next reach."""
         assert isinstance(source, RbdSource)
         self._source = source
 
@@ -146,11 +146,7 @@ class Rbd:
                 kit.files.save(path, text.encode())
 
     async def _mounted(
-        self,
-        addresses: list[monitors.Address],
-        secret: str,
-        facts: SnapshotFacts,
-        deadline: float,
+        self, addresses: list[monitors.Address], secret: str, facts: SnapshotFacts, deadline: float
     ) -> tuple[str, str]:
         """Where the mapped snapshot is mounted, '' when it cannot be; and a note of why."""
         there = mountinfo.top(self._target)
@@ -162,10 +158,9 @@ class Rbd:
                 raise self._error(lacking, "load the rbd module, or set client: auto")
             return "", f"{lacking}: the view comes with the complete copy"
         await asyncio.to_thread(self._target.mkdir, exist_ok=True, mode=0o700)
-        protocol, hosts = monitors.one_protocol(addresses)
         try:
             refused = await kit.child.call(
-                mount_snapshot, str(self._folder), hosts, protocol, self._source.user, secret,
+                mount_snapshot, str(self._folder), addresses, secret,
                 dataclasses.asdict(self.access), dataclasses.asdict(facts), self._thing,
                 deadline=deadline,
             )  # fmt: skip
@@ -218,15 +213,9 @@ def _no() -> None:
 
 
 def mount_snapshot(
-    folder: str,
-    hosts: list[str],
-    protocol: str,
-    user: str,
-    secret: str,
-    access: dict[str, Any],
-    facts: dict[str, Any],
-    thing: str,
-) -> str:
+    folder: str, given: list[list[Any]], secret: str, access: dict[str, Any],
+    facts: dict[str, Any], thing: str,
+) -> str:  # fmt: skip
     """Map and mount; why the file system cannot be mounted from a snapshot, or ''. OSError.
 
     Another snapshot that is mounted there makes way; its readers keep its mapping.
@@ -244,7 +233,8 @@ def mount_snapshot(
             "image": access, "others": krbd.mapped(named), "left": _unmap_left(noted),
         }  # fmt: skip
         kit.files.save(Path(folder) / MAPPED, json.dumps(seen).encode())
-        number = krbd.map_snapshot(hosts, user, secret, named, protocol)
+        protocol, hosts = monitors.one_protocol(monitors.Address(*each) for each in given)
+        number = krbd.map_snapshot(hosts, wanted.user, secret, named, protocol)
         seen |= {"device": number, "diskseq": krbd.diskseq(number)}
         kit.files.save(Path(folder) / MAPPED, json.dumps(seen).encode())
     try:

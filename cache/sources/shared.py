@@ -103,7 +103,7 @@ class SharedMounts:
                 folder = self.folder(way.source, root)
                 try:
                     async with self._held(folder, way, deadline):
-                        await self._show(way, root, folder, target, deadline, distrusted)
+                        await self._show(way, root, target, deadline, distrusted)
                 except kit.errors.SourceError as error:
                     # Whatever is wrong with a wider mount, the dataset's own may do.
                     if root == way.source.path:
@@ -119,21 +119,15 @@ class SharedMounts:
             await self.retire()
 
     async def _show(
-        self,
-        way: Way,
-        root: str,
-        folder: Path,
-        target: Path,
-        deadline: float,
-        distrusted: Device | None,
+        self, way: Way, root: str, target: Path, deadline: float, distrusted: Device | None
     ) -> None:
         """The same by a mount of ``root``. MayNotError when the key may not have that."""
-        main = folder / cephfs_mount.POINT
+        main = self.folder(way.source, root) / cephfs_mount.POINT
         now = mountinfo.top(main)
         fresh = now is None or now.device == distrusted
         while True:
             if fresh:
-                await self._mount(way, root, folder, deadline)
+                await self._mount(way, root, deadline)
             try:
                 await kit.child.call(
                     roots.show_part, str(main), os.path.relpath(way.source.path, root), str(target),
@@ -154,8 +148,9 @@ class SharedMounts:
                     raise way.explain(str(errno.ENOENT)) from error
                 raise base.explain(way.thing, error) from error
 
-    async def _mount(self, way: Way, root: str, folder: Path, deadline: float) -> None:
+    async def _mount(self, way: Way, root: str, deadline: float) -> None:
         """Mount ``root`` anew. What shows parts of an earlier mount keeps them."""
+        folder = self.folder(way.source, root)
         main = folder / cephfs_mount.POINT
         if mountinfo.top(main) is not None and not await cephfs_mount.detach(main):
             why = f"an earlier mount at {main} cannot be detached"

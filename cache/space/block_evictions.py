@@ -23,7 +23,7 @@ import kit.errors
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
 from cache.dataset.generation import STORE_SECONDS
 from cache.fill import protocol, space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.store import image_copy
 from cache.views import view
 from cache.views.view import Stage

@@ -36,7 +36,7 @@ MOST_LISTINGS = 3  # so many parts, for the next generation
 BLOCK = 4096  # SSD bytes that a file takes beside its own, at most
 # SSD bytes that are left over, as a part of what is used, for which a larger share is looked for.
 SPARE = 1 / 32
-EVICTED = "evicted"  # held: nothing is filled until an operator asks
+EVICTED = "evicted"  # paused: nothing is filled until an operator asks
 BEYOND, TAKEN = "a budget was exceeded", "an operator had files taken out"
 UPDATED = "it gave room to its next generation"
 SHORT = "others filled the disk, and the reserve was short"
@@ -93,7 +93,7 @@ class Budgets:
         if dataset.source.block:  # whoever it gave its room to is to have it
             dataset.due.fill_later(GAVE_SECONDS)
             return False
-        return not dataset.generation.held
+        return not dataset.generation.paused
 
     async def share_changes(self, dataset: Dataset, end: protocol.FillEnd | None) -> bool:
         """Whether the dataset now keeps another share of its files, for which it is filled again.
@@ -103,7 +103,7 @@ class Budgets:
         """
         if end is None or dataset.no_store is not None:
             return False
-        kept = dataset.generation.share
+        kept = dataset.generation.kept_share
         rounds, shrank = self._rounds.pop(dataset.name, (0, False))
         if rounds >= MOST_ROUNDS:
             return False
@@ -118,7 +118,7 @@ class Budgets:
             async with self.turn, dataset.lock:
                 await dataset.change(used=end.used, inodes=end.inodes)
                 if await self._evictions.settle(dataset, grow=gave or not end.short) or gave:
-                    shrank = (shrank and not gave) or dataset.generation.share < kept
+                    shrank = (shrank and not gave) or dataset.generation.kept_share < kept
                     self._rounds[dataset.name] = rounds + 1, shrank
                     return True
         except kit.errors.AgentError as error:
@@ -134,7 +134,7 @@ class Budgets:
         fill = end.fill
         if end.result != "partial" or fill is None or not (fill.left_files or fill.short):
             return False
-        asks = fill.short or next_one.record.share == subset.ALL
+        asks = fill.short or next_one.record.kept_share == subset.ALL
         if asks and await self._make_room(dataset, next_one, fill):
             return True
         if fill.short and not next_one.record.skeleton and not (dataset.earlier or dataset.retired):
@@ -191,7 +191,7 @@ class Budgets:
             self._look_at_reserve()
         for name, dataset in self._datasets.items():
             # Nor does an eviction that an operator asked for spare earlier generations.
-            dataset.no_room = name in asked or dataset.generation.held == EVICTED
+            dataset.no_room = name in asked or dataset.generation.paused == EVICTED
         shares, store = self._shares(), self._store()
         stays = store is not None and store.beyond(shares)
         self._kept[""] = [each.name for each in shares if each.keep and each.bytes] if stays else []
@@ -327,7 +327,7 @@ class Budgets:
                 own = allowed.others - dataset.used_beside(dataset.current) + asked.to
                 allowed = dataclasses.replace(allowed, budget=min(allowed.budget, own))
                 await self._evictions.settle(
-                    dataset, grow=False, limits=allowed, held=EVICTED, wanted=False, why=TAKEN
+                    dataset, grow=False, limits=allowed, paused=EVICTED, wanted=False, why=TAKEN
                 )
             result, why = "evicted", ""
         except (kit.errors.AgentError, OSError, RuntimeError) as error:

@@ -62,7 +62,7 @@ class Evictions:
         if dataset.source.block:
             allowed = limits or self._limits(dataset, "evict")
             return await block_evictions.settle(dataset, allowed, **changes)
-        now = dataset.generation.share
+        now = dataset.generation.kept_share
         end = await self._pass(dataset, "choose", now, limits)
         assert end.evict is not None
         share, beyond, found = end.evict.share, end.evict.beyond, end.evict.fill
@@ -74,7 +74,7 @@ class Evictions:
         if beyond and share <= now:
             await self.take_out(dataset, share, beyond, **changes)
         elif share != now:
-            await dataset.change(share=share, **changes)
+            await dataset.change(kept_share=share, **changes)
         return share != now
 
     async def take_out(self, dataset: Dataset, share: int, files: int, **changes: Any) -> None:
@@ -83,7 +83,7 @@ class Evictions:
         generation = dataset.generation
         left = max(generation.left_files, files, 1)
         state = "partial" if generation.state == "complete" else generation.state
-        changes |= {"share": share, "evicting": True, "state": state, "left_files": left}
+        changes |= {"kept_share": share, "evicting": True, "state": state, "left_files": left}
         await dataset.change(**changes)
         await self.finish(dataset, begun=False)
 
@@ -92,7 +92,7 @@ class Evictions:
         if dataset.source.block:
             await block_evictions.finish(dataset)
             return
-        share, before = dataset.generation.share, dataset.used()
+        share, before = dataset.generation.kept_share, dataset.used()
         await _reach(dataset)
         marks = await self._pass(dataset, "marks", share)
         assert marks.evict is not None

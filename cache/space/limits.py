@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.space import victims
 from cache.store import image_copy
 
@@ -90,10 +90,10 @@ def share_of(dataset: Dataset) -> victims.Share:
     # A generation that is being filled shares files with this one: its figures would be wrong.
     ready = settled and dataset.next is None and not dataset.verification.pending
     usable = not dataset.removed and dataset.no_store is None and dataset.newer is None
-    has = record.share > 0 and dataset.figures.done_files > 0
+    has = record.kept_share > 0 and dataset.figures.done_files > 0
     return victims.Share(
         dataset.name, dataset.used(), inodes_of(dataset),
         budget=own.budget, budget_inodes=own.budget_inodes, priority=own.priority,
-        keep=own.keep, held=bool(dataset.use.by), used=dataset.use.last,
+        keep=own.keep, in_use=bool(dataset.use.by), used=dataset.use.last,
         ready=ready and usable and has and not record.evicting,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import structlog
 import kit.child
 import kit.errors
 from cache.fill import space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings
 from cache.store import disk, probe
 from cache.store.subset import Amount

@@ -6,7 +6,7 @@ from typing import Any
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.fill import evict as evict_pass
-from cache.fill import listings, protocol
+from cache.fill import protocol
 from cache.sources import base
 from cache.store import identity
 from linux import mountinfo
@@ -28,17 +28,17 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
         before=before.folder if before is not None else "",
         before_made_ns=int(made * 1e9),
         inodes=target.record.inodes,
-        share=target.record.share,
+        share=target.record.kept_share,
         manifest=_manifest(reached),
     )
 
 
-def _manifest(reached: base.Reached) -> listings.Manifest | None:
+def _manifest(reached: base.Reached) -> protocol.Manifest | None:
     """A file that is read through the mount is looked up there, which costs more than a listing."""
     if reached.manifest is None or reached.native is None:
         return None
     folder, path = reached.manifest
-    return listings.Manifest(folder, path.split("/"), reached.marks)
+    return protocol.Manifest(folder, path.split("/"), reached.marks)
 
 
 def verify(dataset: Dataset, limits: protocol.Limits, *, source: bool) -> protocol.AnyTask:

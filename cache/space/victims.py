@@ -1,10 +1,10 @@
 """Who gives up stored files next, when something takes more than its budget or lacks room. Pure.
 
 A dataset beyond its own budget gives first. While the store is beyond the node's, the others give:
-those that nobody holds before those that jobs hold now, then the lowest priority, of equals the one
+those that no job uses before those that jobs use now, then the lowest priority, of equals the one
 whose last use by a job is longest ago. The same when others fill the disk and its reserve is short.
 
-For a dataset that lacks room only those give that come before it: nobody holds them, and they have
+For a dataset that lacks room only those give that come before it: no job uses them, and they have
 a lower priority, or the same one and an earlier last use. So no two datasets take room from each
 other in turn.
 
@@ -26,7 +26,7 @@ class Share:
     budget_inodes: int = 0
     priority: int = 0
     keep: bool = False
-    held: bool = False  # a job holds it now
+    in_use: bool = False  # by a job
     used: float = 0.0  # Unix time of the last use by a job
     ready: bool = True  # something may be taken out of it now
 
@@ -37,7 +37,7 @@ class Share:
     @property
     def rank(self) -> tuple[int, bool, float]:
         """Of two that want the same room the higher one gets it."""
-        return self.priority, self.held, self.used
+        return self.priority, self.in_use, self.used
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def in_the_way(shares: Sequence[Share], taker: str) -> list[str]:
 
 def _before(shares: Sequence[Share], taker: str) -> list[Share]:
     own = next(each for each in shares if each.name == taker)
-    return [each for each in shares if not each.held and each.rank < own.rank]
+    return [each for each in shares if not each.in_use and each.rank < own.rank]
 
 
 def _first(shares: Iterable[Share]) -> str | None:
@@ -90,4 +90,4 @@ def _first(shares: Iterable[Share]) -> str | None:
 
 
 def _order(share: Share) -> tuple[bool, int, float, str]:
-    return share.held, share.priority, share.used, share.name
+    return share.in_use, share.priority, share.used, share.name

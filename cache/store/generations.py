@@ -37,7 +37,7 @@ import msgspec
 import kit.errors
 import kit.files
 import kit.formats
-from cache.store import disk, image_copy, index, large, subset, tree
+from cache.store import disk, image_copy, index, large, manifest, subset, tree
 
 GENERATION_FORMAT = 1  # of generation.json
 TRASH = ".trash"
@@ -53,7 +53,7 @@ _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(index.Counts):
+class Generation(manifest.Counts):
     """generation.json. ``complete`` is written only when everything in the tree is durable."""
 
     dataset: str
@@ -62,13 +62,13 @@ class Generation(index.Counts):
     state: str = "new"  # new, filling, partial, complete, stale (its source is another one now)
     skeleton: bool = False  # every directory of the source is in the tree
     wanted: bool = False  # an operator asked to warm it
-    held: str = ""  # paused, cancelled or evicted: not filled until an operator asks
+    paused: str = ""  # paused, cancelled or evicted: not filled until an operator asks
     why: str = ""  # why it is partial, or why the last fill failed
     created: float = 0.0  # Unix time
     completed: float = 0.0
     used: int = 0  # SSD bytes
     inodes: int = 0
-    share: int = subset.ALL  # of the files that are kept (store.subset)
+    kept_share: int = subset.ALL  # of the files (store.subset)
     evicting: bool = False  # what the share takes out may still be in the tree
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
@@ -323,10 +323,10 @@ def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
         last = rows[-1][:2] if rows else None
         chunks = opened.lacking_room(limit - len(rows), (max(0, -number), name))
         for chunk, entry in chunks:
-            path = "/".join([*opened.path(opened.chunk_directory(chunk)), entry.name])
+            path = "/".join([*opened.path(chunk.directory), entry.name])
             why = f"no room for its {entry.allocated} bytes on the SSD"
             failures.append({"path": _shown(path), "reason": why})
-            last = -chunk, entry.name
+            last = -chunk.id, entry.name
     more = f"{last[0]}/{os.fsencode(last[1]).hex()}" if last and len(failures) == limit else None
     return {"failures": failures, "next": more}
 

@@ -34,7 +34,6 @@ IMAGE, CHUNKS, REPLAY = "image", "chunks", "replay"
 INODES = 2  # that a copy takes: the image and its records
 CHUNK_BYTES = extents.EXTENT_BYTES  # a chunk of an image is an extent
 State = extents.State
-count_of = extents.count_of
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _EXISTING = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE of linux/fs.h

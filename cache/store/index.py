@@ -13,52 +13,152 @@ A lost or damaged index is made again by a scan.
     failures     entries that could not be copied, with the reason
 """
 
+import contextlib
+import errno
 import json
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.store import manifest, schema
-from cache.store.rows import LARGE as LARGE
-from cache.store.rows import NO_ROOM as NO_ROOM
-from cache.store.rows import NORMAL as NORMAL
-from cache.store.rows import SILENT as SILENT
-from cache.store.rows import Chunk as Chunk
-from cache.store.rows import Counts as Counts
-from cache.store.rows import DirectoryRow as DirectoryRow
-from cache.store.rows import Totals as Totals
+import kit.formats
+from cache.store import manifest, subset
 from cache.store.tree import Entry
 
-# The index's part about files that a generation shares with the one before it.
-
-
-class Sharing:
-    """Two columns of ``directories``: SSD bytes and number of the files that are shared."""
-
-    _db: sqlite3.Connection
-
-    def shares(self, directory: int, size: int, files: int) -> None:
-        """What a listing of the directory took over; a new listing forgets it."""
-        self._db.execute(
-            "UPDATE directories SET shared = ?, shared_files = ? WHERE id = ?",
-            (size, files, directory),
-        )
-
-    def shared(self, directory: int | None = None) -> tuple[int, int]:
-        """As ``shares`` kept it, of one directory or of all."""
-        which = "" if directory is None else f" WHERE id = {int(directory)}"
-        query = f"SELECT sum(shared), sum(shared_files) FROM directories{which}"
-        row = self._db.execute(query).fetchone()
-        return int(row[0] or 0), int(row[1] or 0)
-
-
-NAME = schema.NAME
+FORMAT = 1
+NAME = "index.sqlite"
 CHUNK_ENTRIES = 256
 ROOT = 1
 
 SEALED = 2
+
+# Priorities of chunks. Those below SILENT are not copied in turn.
+NORMAL, SILENT, NO_ROOM, LARGE = 0, -1, -2, -3
+
+_COLUMNS = (
+    "files", "bytes", "done_files", "done_bytes", "skipped", "allocated",
+)  # fmt: skip
+
+
+def _counting(sign: str, row: str) -> str:
+    changes = ", ".join(f"{name} = {name} {sign} {row}.{name}" for name in _COLUMNS)
+    return (
+        f"{changes}, directories = directories {sign} 1, sealed = sealed {sign} ({row}.state > 1)"
+    )
+
+
+def _moving() -> str:
+    changes = ", ".join(f"{name} = {name} + NEW.{name} - OLD.{name}" for name in _COLUMNS)
+    return f"{changes}, sealed = sealed + (NEW.state > 1) - (OLD.state > 1)"
+
+
+# ``seen``: the listing that saw a directory last. ``shared``, ``shared_files``: of its files, what
+# the generation before has too, in SSD bytes and files. Triggers count what changes, and forget
+# parts of the manifest that a new listing makes again.
+_SCHEMA = f"""
+CREATE TABLE directories (
+    id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
+    state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
+    entries INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
+    done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
+    skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, seen INTEGER NOT NULL DEFAULT 0,
+    shared INTEGER NOT NULL DEFAULT 0, shared_files INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (parent, name));
+CREATE INDEX directories_found ON directories (id) WHERE state = 0;
+CREATE INDEX directories_sealable ON directories (id)
+    WHERE state = 1 AND waiting = 0 AND failed = 0;
+CREATE INDEX directories_rescans ON directories (id) WHERE rescans > 0;
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
+    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
+CREATE INDEX chunks_order ON chunks (priority DESC, id);
+CREATE INDEX chunks_directory ON chunks (directory);
+CREATE TABLE failures (
+    directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
+    PRIMARY KEY (directory, name)) WITHOUT ROWID;
+CREATE TABLE manifest (
+    id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, entries BLOB NOT NULL);
+CREATE INDEX manifest_directory ON manifest (directory);
+CREATE TABLE totals (
+    files INTEGER, bytes INTEGER, done_files INTEGER, done_bytes INTEGER, skipped INTEGER,
+    allocated INTEGER, directories INTEGER, sealed INTEGER);
+INSERT INTO totals VALUES (0, 0, 0, 0, 0, 0, 0, 0);
+CREATE TRIGGER counted_new AFTER INSERT ON directories BEGIN
+    UPDATE totals SET {_counting("+", "NEW")}; END;
+CREATE TRIGGER counted_gone AFTER DELETE ON directories BEGIN
+    UPDATE totals SET {_counting("-", "OLD")};
+    DELETE FROM manifest WHERE directory = OLD.id; END;
+CREATE TRIGGER counted_change
+    AFTER UPDATE OF state, {", ".join(_COLUMNS)} ON directories BEGIN
+    UPDATE totals SET {_moving()}; END;
+CREATE TRIGGER listed_again AFTER UPDATE OF state ON directories WHEN NEW.state = 0
+    BEGIN DELETE FROM manifest WHERE directory = NEW.id; END;
+"""
+# As the fields of ``Totals``.
+TOTALS = (
+    "SELECT files, bytes, done_files, done_bytes, (SELECT count(*) FROM failures), skipped, "
+    "directories, sealed, allocated FROM totals"
+)
+
+
+@dataclass(frozen=True)
+class Totals(manifest.Counts):
+    directories: int = 0
+    sealed: int = 0
+    allocated: int = 0  # SSD bytes of the stored files
+
+    @property
+    def used(self) -> int:
+        """SSD bytes of the generation without its index."""
+        return self.allocated + self.directories * 4096
+
+    @property
+    def inodes(self) -> int:
+        """Of files and directories."""
+        return self.done_files + self.directories
+
+
+@dataclass(frozen=True)
+class Chunk:
+    id: int
+    directory: int
+    entries: list[Entry]
+    priority: int = NORMAL
+
+
+@dataclass(frozen=True)
+class DirectoryRow:
+    id: int
+    parent: int | None
+    attributes: Entry
+    state: int
+    entries: int
+    rescans: int
+    skipped: int  # sockets, fifos and devices
+    bytes: int  # of the files directly in it, stored or not, as ``files``
+    files: int
+    shared: int  # SSD bytes of files that the generation before has too
+    shared_files: int
+    location: tuple[str, int] | None  # where the objects of its files are, for reads past the mount
+
+    @property
+    def inside(self) -> subset.Amount:
+        """Its files, stored or not."""
+        return subset.Amount(self.bytes, self.files)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries of a directory: a part of the manifest, or a chunk that waits to be copied."""
+
+    number: int
+    waits: bool
+    items: list[manifest.Item]
 
 
 def encode(text: str) -> str:
@@ -66,7 +166,7 @@ def encode(text: str) -> str:
     return json.dumps(text)[1:-1] if not text.isprintable() or "\\" in text else text
 
 
-class Index(Sharing):
+class Index:
     """One coordinator writes at a time. ``open`` replaces a damaged file, and never one of a
     newer format."""
 
@@ -76,18 +176,29 @@ class Index(Sharing):
     @classmethod
     def open(cls, path: Path) -> "Index":
         try:
-            return cls(schema.connect(path))
+            return cls(connect(path))
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", None)
             if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY):
                 raise  # it is not damaged
             cls.discard(path)
-            return cls(schema.connect(path))
+            return cls(connect(path))
 
     @staticmethod
     def discard(path: Path) -> None:
         """Delete it; the next scan makes another. OSError when a newer agent wrote it."""
-        schema.discard(path)
+        if path.exists():
+            with (
+                contextlib.suppress(sqlite3.Error),
+                contextlib.closing(
+                    sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+                ) as db,
+            ):
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > FORMAT:
+                    raise _newer(path, version)
+        for suffix in ("", "-wal", "-shm"):
+            kit.formats.forget(path.with_name(path.name + suffix))
 
     @classmethod
     def read_only(cls, path: Path) -> "Index":
@@ -148,10 +259,6 @@ class Index(Sharing):
         """Remember where the objects of its files are, for reads past the mount."""
         self._update(directory, "location = ?", json.dumps(location))
 
-    def location(self, directory: int) -> tuple[str, int] | None:
-        row = self._row("SELECT location FROM directories WHERE id = ?", directory)
-        return None if row is None or row[0] is None else tuple(json.loads(row[0]))
-
     def restart_listing(self, directory: int) -> None:
         """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
@@ -203,28 +310,22 @@ class Index(Sharing):
             (directory,),
         )
 
-    def unseal(self, directory: int) -> list[int]:
-        """Take the seal from it and from every directory above; returns them, deepest first."""
-        changed = []
+    def unseal(self, directory: int) -> None:
+        """Take the seal from it and from every directory above."""
         current: int | None = directory
         while current is not None:
             row = self._row("SELECT state, parent FROM directories WHERE id = ?", current)
             if row is None or row[0] != SEALED:
                 break
             self._update(current, "state = 1")
-            changed.append(current)
             current = row[1]
             if current is not None:
                 self._update(current, "waiting = waiting + 1")
-        return changed
 
-    def drop_vanished(self, directory: int, listing: int) -> list[str]:
-        """Delete the subdirectories that ``listing`` did not see, with all below; their names."""
-        rows = self._db.execute(
-            "SELECT id, name FROM directories WHERE parent = ? AND seen != ?", (directory, listing)
-        )
-        gone = [(int(row[0]), _decode(row[1])) for row in rows]
-        for number, _ in gone:
+    def drop_vanished(self, directory: int, listing: int) -> None:
+        """Delete the subdirectories that ``listing`` did not see, with all below."""
+        query = "SELECT id FROM directories WHERE parent = ? AND seen != ?"
+        for number in self._ids(query, directory, listing):
             below = (
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
                 "JOIN below ON d.parent = below.id) "
@@ -234,7 +335,6 @@ class Index(Sharing):
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
-        return [name for _, name in gone]
 
     def fail(self, directory: int, name: str, reason: str, *, lasting: bool) -> None:
         self._db.execute(
@@ -259,8 +359,11 @@ class Index(Sharing):
             most_rescans,
         )
 
-    def failing(self) -> list[int]:
-        """Directories with failures."""
+    def try_again(self) -> list[int]:
+        """For a new pass: there may be room again, what was silent may answer, and what failed in
+        the directories that are returned may be there."""
+        self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
+        self._db.execute("UPDATE chunks SET priority = ? WHERE priority < ?", (NORMAL, NORMAL))
         return self._ids("SELECT DISTINCT directory FROM failures")
 
     def count_rescan(self, directory: int) -> None:
@@ -270,23 +373,18 @@ class Index(Sharing):
         """One more failure in it: it cannot be sealed."""
         self._update(directory, "failed = failed + 1")
 
-    def reset_rescans(self) -> None:
-        self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
-
     def directory(self, number: int) -> DirectoryRow:
-        row = self._row(
-            "SELECT id, parent, attributes, state, entries, rescans FROM directories WHERE id = ?",
+        id, parent, attributes, *figures, location = self._row(
+            "SELECT id, parent, attributes, state, entries, rescans, skipped, bytes, files, shared,"
+            " shared_files, location FROM directories WHERE id = ?",
             number,
         )
-        return DirectoryRow(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
+        where = None if location is None else tuple(json.loads(location))
+        return DirectoryRow(*(id, parent, Entry(*json.loads(attributes)), *figures, where))
 
     def subdirectories(self, number: int) -> Iterator[Entry]:
         query = "SELECT attributes FROM directories WHERE parent = ?"
         return (Entry(*json.loads(row[0])) for row in self._db.execute(query, (number,)))
-
-    def skipped(self, number: int) -> int:
-        """Sockets, fifos and devices in a directory."""
-        return int(self._row("SELECT skipped FROM directories WHERE id = ?", number)[0])
 
     def path(self, directory: int) -> list[str]:
         """The names from the root to it."""
@@ -331,27 +429,26 @@ class Index(Sharing):
             below, ROOT, limit,
         )  # fmt: skip
 
-    def inside(self, directory: int) -> tuple[int, int]:
-        """Bytes and number of the files directly in it, stored or not."""
-        row = self._row("SELECT bytes, files FROM directories WHERE id = ?", directory)
-        return int(row[0]), int(row[1])
-
     def grew(self, directory: int, size: int) -> None:
         """It takes ``size`` SSD bytes more."""
         self._update(directory, "allocated = allocated + ?", size)
 
-    def listed_directories(self, after: int, limit: int) -> list[int]:
-        """Listed and sealed directories with a number above ``after``, in order."""
+    def known_directories(self, after: int, limit: int, *, listed: bool = False) -> list[int]:
+        """With a number above ``after``, in order: a directory comes after the one that it is in.
+
+        ``listed``: without those that are only found.
+        """
         return self._ids(
-            "SELECT id FROM directories WHERE id > ? AND state > 0 ORDER BY id LIMIT ?",
-            after, limit,
+            "SELECT id FROM directories WHERE id > ? AND state >= ? ORDER BY id LIMIT ?",
+            after, int(listed), limit,
         )  # fmt: skip
 
-    def known_directories(self, after: int, limit: int) -> list[int]:
-        """In whatever state; a directory comes after the one that it is in."""
-        return self._ids(
-            "SELECT id FROM directories WHERE id > ? ORDER BY id LIMIT ?", after, limit
-        )
+    def every_directory(self) -> Iterator[int]:
+        """As ``known_directories``; what is added meanwhile, too."""
+        after = 0
+        while numbers := self.known_directories(after, 256):
+            yield from numbers
+            after = numbers[-1]
 
     def next_chunks(self, limit: int) -> list[int]:
         """In the order in which they are copied, without those that do not fit."""
@@ -373,18 +470,13 @@ class Index(Sharing):
         more = len(alone) - (0 if rest else 1)
         self._update(chunk.directory, "waiting = waiting + ?", more)
 
-    def set_aside(self, chunk: int) -> None:
-        """It has a large file, which is copied beside the others."""
-        self._db.execute("UPDATE chunks SET priority = ? WHERE id = ?", (LARGE, chunk))
+    def set_priority(self, chunk: int, priority: int) -> None:
+        self._db.execute("UPDATE chunks SET priority = ? WHERE id = ?", (priority, chunk))
 
     def large(self, limit: int) -> list[int]:
         return self._ids(
             "SELECT id FROM chunks WHERE priority = ? ORDER BY id LIMIT ?", LARGE, limit
         )
-
-    def no_room_for(self, chunk: int) -> None:
-        """No room for what is left of a chunk; smaller files of others may fit."""
-        self._db.execute("UPDATE chunks SET priority = ? WHERE id = ?", (NO_ROOM, chunk))
 
     def put_off(self, directory: int, entries: list[Entry], busy: set[int]) -> None:
         """Copy these entries, which a chunk had, when everything else is copied.
@@ -408,13 +500,11 @@ class Index(Sharing):
             (*_packed(entries), number),
         )
 
-    def retry_put_off(self) -> None:
-        """There may be room again, and what was silent may answer."""
-        self._db.execute("UPDATE chunks SET priority = ? WHERE priority < ?", (NORMAL, NORMAL))
-
-    def lacking_room(self, limit: int, after: tuple[int, str] = (0, "")) -> list[tuple[int, Entry]]:
-        """(chunk, entry) of what does not fit, those after (chunk, name)."""
-        found: list[tuple[int, Entry]] = []
+    def lacking_room(
+        self, limit: int, after: tuple[int, str] = (0, "")
+    ) -> list[tuple[Chunk, Entry]]:
+        """(chunk, entry) of what does not fit, those after (number of a chunk, name)."""
+        found: list[tuple[Chunk, Entry]] = []
         query = "SELECT id FROM chunks WHERE priority = ? AND id >= ? ORDER BY id LIMIT ?"
         for number in self._ids(query, NO_ROOM, after[0], limit + 1):
             chunk = self.chunk(number)
@@ -423,13 +513,10 @@ class Index(Sharing):
             names = [entry.name for entry in chunk.entries]
             known = number == after[0] and after[1] in names
             rest = chunk.entries[names.index(after[1]) + 1 :] if known else chunk.entries
-            found += [(number, entry) for entry in rest[: limit - len(found)]]
+            found += [(chunk, entry) for entry in rest[: limit - len(found)]]
             if len(found) >= limit:
                 break
         return found
-
-    def chunk_directory(self, chunk: int) -> int:
-        return int(self._row("SELECT directory FROM chunks WHERE id = ?", chunk)[0])
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
@@ -482,7 +569,100 @@ class Index(Sharing):
         return files or 0, size or 0
 
     def totals(self) -> Totals:
-        return Totals(*self._row(schema.TOTALS))
+        return Totals(*self._row(TOTALS))
+
+    # --- what is shared with the generation before
+
+    def shares(self, directory: int, size: int, files: int) -> None:
+        """What a listing of the directory took over; a new listing forgets it."""
+        self._update(directory, "shared = ?, shared_files = ?", size, files)
+
+    def shared(self) -> tuple[int, int]:
+        """SSD bytes and number of the files that are."""
+        size, files = self._row("SELECT sum(shared), sum(shared_files) FROM directories")
+        return size or 0, files or 0
+
+    # --- evicting: entries move from the manifest back to what is to be copied
+
+    def parts(self, directory: int) -> Iterator[Part]:
+        """What was there at the first one; a part that is deleted meanwhile has no items.
+
+        ValueError for a damaged or newer part of the manifest.
+        """
+        parts = self._ids("SELECT id FROM manifest WHERE directory = ?", directory)
+        waiting = self._ids("SELECT id FROM chunks WHERE directory = ?", directory)
+        for number in parts:
+            row = self._row("SELECT entries FROM manifest WHERE id = ?", number)
+            yield Part(number, False, manifest.unpack(row[0]) if row is not None else [])
+        for number in waiting:
+            chunk = self.chunk(number)
+            entries = chunk.entries if chunk is not None else []
+            at_source = manifest.State.AT_SOURCE
+            yield Part(number, True, [manifest.Item(entry, at_source) for entry in entries])
+
+    def evict(
+        self, directory: int, part: int, keep: list[manifest.Item], gone: Sequence[manifest.Item],
+        allocated: int, shared: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        """Stored entries of a part are gone, and with them ``allocated`` SSD bytes.
+
+        ``shared``: of them, the bytes and files that the generation before has too.
+        """
+        if keep:
+            packed = manifest.pack(keep)
+            self._db.execute("UPDATE manifest SET entries = ? WHERE id = ?", (packed, part))
+        else:
+            self._db.execute("DELETE FROM manifest WHERE id = ?", (part,))
+        entries: list[Entry] = [item.entry for item in gone]
+        self.add_chunk(directory, entries, NO_ROOM)
+        size = sum(entry.size for entry in entries if entry.is_file)
+        self._update(
+            directory,
+            "done_files = max(0, done_files - ?), done_bytes = max(0, done_bytes - ?), "
+            "allocated = max(0, allocated - ?), waiting = waiting + 1, "
+            "shared = max(0, shared - ?), shared_files = max(0, shared_files - ?)",
+            *(len(entries), size, allocated, *shared),
+        )
+
+    def weighed(self, directory: int, files: int, size: int, allocated: int) -> None:
+        """What the tree has in a directory."""
+        self._update(
+            directory, "done_files = ?, done_bytes = ?, allocated = ?", files, size, allocated
+        )
+
+    def make_durable(self) -> None:
+        """Everything so far survives a power cut."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open it for writing; makes a new one. DatabaseError when it is damaged."""
+    if path.is_symlink():
+        raise sqlite3.DatabaseError("it is a link")
+    db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("PRAGMA cache_size=-8192")
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+        elif version > FORMAT:
+            raise _newer(path, version)
+        elif version != FORMAT:
+            raise sqlite3.DatabaseError(f"index of format {version}")
+        elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(said)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _newer(path: Path, found: int) -> OSError:
+    why = f"{NAME} was written by a newer agent (format {found}, this agent knows {FORMAT})"
+    remedy = "run that version, or remove the dataset and fill it again"
+    return OSError(errno.EPROTONOSUPPORT, f"{why}: {remedy}", str(path))
 
 
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:

@@ -79,9 +79,7 @@ def records_of(generation: int, stored: int) -> Iterator[extents.Extents | None]
     with contextlib.ExitStack() as stack:
         found = None
         with contextlib.suppress(OSError):
-            key = os.getxattr(stored, KEY).decode("ascii", "replace")
-            if "/" in key:
-                raise OSError(errno.EINVAL, "not the name of a file")
+            key = _key(stored)
             descriptor = os.open(_below(RECORDS, key), _FLAGS, dir_fd=generation)
             records = stack.enter_context(kit.files.closing(descriptor))
             if os.pread(records, extents.HEADER_BYTES, 0) == _page(size, key):
@@ -91,13 +89,19 @@ def records_of(generation: int, stored: int) -> Iterator[extents.Extents | None]
 
 def make_records(generation: int, stored: int, records: bytes) -> None:
     """Those of a stored file whose own were lost, or are in another generation. OSError."""
-    key = os.getxattr(stored, KEY).decode("ascii", "replace")
-    if "/" in key:
-        raise OSError(errno.EINVAL, "not the name of a file")
+    key = _key(stored)
     flags = _FLAGS | os.O_CREAT | os.O_TRUNC
     with kit.files.closing(os.open(_below(RECORDS, key), flags, 0o600, dir_fd=generation)) as made:
         page = _page(os.fstat(stored).st_size, key)
         extents.write_all(made, memoryview(page + records), 0)
+
+
+def _key(stored: int) -> str:
+    """OSError."""
+    key = os.getxattr(stored, KEY).decode("ascii", "replace")
+    if "/" in key:
+        raise OSError(errno.EINVAL, "not the name of a file")
+    return key
 
 
 def _page(size: int, key: str) -> bytes:
@@ -152,9 +156,8 @@ def forget(generation: int, directory: int, name: str, *, but: str = "") -> None
             os.unlink(_below(RECORDS, key), dir_fd=generation)
 
 
-def discard_parts(generation: int, wanted: set[str]) -> None:
-    """Delete the parts that nobody goes on with."""
+def discard_parts(generation: int) -> None:
+    """Delete all of them: nobody goes on with them."""
     with contextlib.suppress(FileNotFoundError), tree.opened(generation, [PARTS]) as found:
         for key in os.listdir(found):
-            if key not in wanted:
-                discard(generation, key)
+            discard(generation, key)

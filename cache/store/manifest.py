@@ -10,6 +10,7 @@ agent that meets a newer format leaves the part alone.
 """
 
 import array
+import dataclasses
 import enum
 import os
 import struct
@@ -41,6 +42,25 @@ class Item:
     entry: Entry  # with ctime and change version of the source
     state: State
     checksum: str = ""  # xxh3-128 in hex, of a stored regular file
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much there is and what became of it.
+
+    Files are all entries but directories; bytes are of regular files.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Only these figures, without those that a subclass adds."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(Counts)}
 
 
 class NewerFormatError(ValueError):

@@ -215,7 +215,7 @@ def _write(folder: str, marks: dict[str, str], file: BinaryIO) -> dict[str, int]
 
 
 def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
-    directories = entries = through_mount = last = 0
+    directories = entries = through_mount = 0
     with (
         contextlib.closing(index.Index.read_only(path)) as known,
         known.transaction(),  # all of it as it is now
@@ -226,15 +226,13 @@ def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
         head = MAGIC + json.dumps(header | {"entries": total}).encode() + b"\n"
 
         def every() -> Iterator[Record]:
-            nonlocal directories, entries, through_mount, last
-            while numbers := known.known_directories(last, 256):
-                last = numbers[-1]
-                for number in numbers:
-                    directories += 1
-                    entries += known.directory(number).entries
-                    for record, others in _records(known, number):
-                        through_mount += others
-                        yield record
+            nonlocal directories, entries, through_mount
+            for number in known.every_directory():
+                directories += 1
+                entries += known.directory(number).entries
+                for record, others in _records(known, number):
+                    through_mount += others
+                    yield record
 
         size = seal(file, head, every())
         if (directories, entries) != (totals.directories, total):
@@ -274,8 +272,7 @@ def _records(known: index.Index, number: int) -> Iterator[tuple[Record, int]]:
     """Of one directory, each with the number of its files that are read through mounts."""
     directory = known.directory(number)
     path = [os.fsencode(name) for name in known.path(number)]
-    location = known.location(number)
-    pool, skipped = location[0] if location else "", known.skipped(number)
+    pool = directory.location[0] if directory.location else ""
     found = 0
     items: list[manifest.Item] = []
 
@@ -283,7 +280,7 @@ def _records(known: index.Index, number: int) -> Iterator[tuple[Record, int]]:
         part = manifest.pack(items)
         others = sum(not _past_the_mount(item.entry) for item in items)
         items.clear()
-        return Record(path, directory.entries, skipped, pool, part), others
+        return Record(path, directory.entries, directory.skipped, pool, part), others
 
     for item in _items(known, number):
         found += 1

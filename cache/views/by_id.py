@@ -19,7 +19,6 @@ from kit import child_main
 from linux import in_use, mountinfo, mounts
 
 FOLDER = "by-id"
-_NAMED = 5  # users in a message
 
 
 def folder_of(data: str) -> str:
@@ -159,12 +158,7 @@ def refuse_used(data: str) -> None:
 def _refuse_used_ids(data: str) -> None:
     folder = folder_of(data)
     for each in shown(data):
-        if using := view.users(f"{folder}/{each}"):
-            more = f" and {len(using) - _NAMED} more" if len(using) > _NAMED else ""
-            raise kit.errors.InUseError(
-                f"generation {each} at {folder}", "in use by " + "; ".join(using[:_NAMED]) + more,
-                "end them, then try again",
-            )  # fmt: skip
+        view.refuse_used(f"{folder}/{each}", f"generation {each} at {folder}")
 
 
 def take_down_all(data: str) -> None:

@@ -429,13 +429,14 @@ def take_down(view: str) -> None:
         Path(view).parent.rmdir()
 
 
-def refuse_used(view: str) -> None:
-    """InUseError names who uses it."""
+def refuse_used(view: str, thing: str = "") -> None:
+    """InUseError names who uses it. ``thing``: what it is, for operators."""
     if using := users(view):
         more = f" and {len(using) - 5} more" if len(using) > 5 else ""
         raise kit.errors.InUseError(
-            f"view {view}", "in use by " + "; ".join(using[:5]) + more, "end them, then try again"
-        )
+            thing or f"view {view}", "in use by " + "; ".join(using[:5]) + more,
+            "end them, then try again",
+        )  # fmt: skip
 
 
 def take_off(view: str) -> None:

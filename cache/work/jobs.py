@@ -27,7 +27,7 @@ from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction, Verification
 from cache.dataset.generation import Generation
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.space import at_work, budgets, limits, tasks
 from cache.store import subset
 from cache.views.view import Stage
@@ -97,10 +97,10 @@ class Jobs:
                 case "complete":
                     pass
                 case "stale":  # why it is, is still to be told
-                    await dataset.change(wanted=True, held="")
+                    await dataset.change(wanted=True, paused="")
                 case state:
                     state = "filling" if state == "partial" else state
-                    await dataset.change(state=state, wanted=True, held="", why="")
+                    await dataset.change(state=state, wanted=True, paused="", why="")
             self.slot.asked(dataset, now=now)
         dataset.retry_now()
 
@@ -116,10 +116,10 @@ class Jobs:
     async def pause(self, dataset: Dataset) -> None:
         """Stop filling; other datasets get their turn. ``resume`` continues."""
         _refuse_unless_filling(dataset, "pause")
-        await self._hold(dataset, held="paused")
+        await self._hold(dataset, paused="paused")
 
     async def resume(self, dataset: Dataset) -> None:
-        if not dataset.generation.held and not dataset.unsure:
+        if not dataset.generation.paused and not dataset.unsure:
             raise dataset.refused("it is not paused", "nothing to do")
         await self.warm(dataset)
 
@@ -129,7 +129,7 @@ class Jobs:
             await dataset.job.cancel()
             return
         _refuse_unless_filling(dataset, "cancel")
-        await self._hold(dataset, held="cancelled", wanted=False)
+        await self._hold(dataset, paused="cancelled", wanted=False)
 
     async def _hold(self, dataset: Dataset, **changes: Any) -> None:
         async with dataset.lock:
@@ -219,7 +219,7 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            if now.state == "partial" and dataset.current.lacks_room() and not now.held:
+            if now.state == "partial" and dataset.current.lacks_room() and not now.paused:
                 await self.warm(dataset)
 
     def room_came(self, datasets: Iterable[Dataset]) -> None:
@@ -310,7 +310,7 @@ class Jobs:
         if target.reached is None or dataset.removed or dataset.no_store is not None:
             return False
         if target is dataset.current:
-            if target.record.held or target.record.state == "stale" or dataset.unsure:
+            if target.record.paused or target.record.state == "stale" or dataset.unsure:
                 return False
             return await self.withdrawals.finish(dataset) and await dataset.may_overlay()
         if target is not dataset.next:
@@ -452,8 +452,8 @@ def _may_go_on(dataset: Dataset, target: Generation) -> bool:
     usable = not dataset.removed and dataset.no_store is None
     if target is not dataset.current:
         return usable
-    held = target.record.held or target.record.state == "stale" or dataset.suspect
-    return usable and not held and dataset.next is None
+    stopped = target.record.paused or target.record.state == "stale" or dataset.suspect
+    return usable and not stopped and dataset.next is None
 
 
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:

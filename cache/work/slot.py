@@ -96,7 +96,7 @@ class Slot:
     def asked(self, dataset: Dataset, *, now: bool = False) -> None:
         """An operator wants it: what it stopped before does not count.
 
-        ``now``: before all others, until all that has room is there, or it is held or removed.
+        ``now``: before all others, until all that has room is there, or it is paused or removed.
         """
         self._not_before.pop(dataset.name, None)
         if now and (dataset.generation.state != "complete" or dataset.next is not None):

@@ -22,7 +22,7 @@ import structlog
 
 import kit.files
 import kit.redact
-from kit.bucket import Bucket
+from kit.pause import Bucket
 from kit.room import Role
 from nodeagent.settings import is_loopback
 

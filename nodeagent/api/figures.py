@@ -7,8 +7,8 @@ who ask within ``HELD_SECONDS``, and making it never takes more than a twentieth
 import gzip
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client import exposition
@@ -63,54 +63,38 @@ class Text:
     zipped: bool
 
 
-@dataclass
-class _Look:
-    """What was collected at one time."""
-
-    families: list[Metric]
-    until: float
-    forms: dict[tuple[str, bool], Text] = field(default_factory=dict)
-
-    def collect(self) -> Iterable[Metric]:
-        return self.families
-
-
-class Held:
+class HeldFigures:
     """The series as text, made when somebody asks and what there is has become old."""
 
-    def __init__(
-        self,
-        series: prometheus_client.CollectorRegistry,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._series, self._clock = series, clock
-        self._look = _Look([], 0.0)
+    def __init__(self, series: prometheus_client.CollectorRegistry) -> None:
+        self._series = series
+        self._until = 0.0
+        self._families: list[Metric] = []  # of one moment
+        self._texts: dict[tuple[str, bool], Text] = {}  # of these, by content type and gzip
+
+    def collect(self) -> Iterable[Metric]:
+        """For the encoders, which take a registry."""
+        return self._families
 
     def text(self, accept: str, encodings: str) -> Text:
         """What a client gets whose headers Accept and Accept-Encoding are these."""
-        begun = self._clock()
-        if begun >= self._look.until:
-            self._look = _Look(list(self._series.collect()), 0.0)
+        begun = time.monotonic()
+        if begun >= self._until:
+            self._families, self._texts = list(self._series.collect()), {}
             self._hold(begun)
         encoder, content_type = exposition.choose_encoder(accept)
         zipped = exposition.gzip_accepted(encodings)
-        found = self._look.forms.get((content_type, zipped))
-        if found is not None:
-            return found
-        # Accept can name any version of a format. Who names yet another gets the plain one.
-        if len(self._look.forms) >= MOST_FORMS:
+        if (content_type, zipped) not in self._texts and len(self._texts) >= MOST_FORMS:
+            # Accept can name any version of a format. Who names yet another gets the plain one.
             encoder, content_type = exposition.choose_encoder("")
-            found = self._look.forms.get((content_type, zipped))
-            if found is not None:
-                return found
-        begun = self._clock()
-        body = encoder(self._look)
-        made = Text(content_type, gzip.compress(body, 5) if zipped else body, zipped)
-        self._look.forms[content_type, zipped] = made
-        self._hold(begun)
-        return made
+        if (content_type, zipped) not in self._texts:
+            begun = time.monotonic()
+            body = encoder(self)
+            made = Text(content_type, gzip.compress(body, 5) if zipped else body, zipped)
+            self._texts[content_type, zipped] = made
+            self._hold(begun)
+        return self._texts[content_type, zipped]
 
     def _hold(self, begun: float) -> None:
-        now = self._clock()
-        held = max(HELD_SECONDS, SHARE * (now - begun))
-        self._look.until = max(self._look.until, now + held)
+        now = time.monotonic()
+        self._until = max(self._until, now + max(HELD_SECONDS, SHARE * (now - begun)))

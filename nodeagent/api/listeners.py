@@ -31,9 +31,9 @@ from aiohttp.typedefs import Middleware
 import kit.errors
 import kit.findings
 from kit.room import Role
-from nodeagent import overview
 from nodeagent.api import access, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
+from nodeagent.shown import overview
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")
@@ -319,6 +319,14 @@ def _unix(path: Path, gid: int | None) -> Iterator[socket.socket]:
 # --- TCP
 
 
+def address_refused(setting: str, listen: str, error: OSError) -> kit.errors.HostError:
+    return kit.errors.HostError(
+        f"{setting} {listen}",
+        f"cannot listen there ({error.strerror})",
+        "choose another address, or end what uses it",
+    )
+
+
 async def _bind_tcp(setting: str, listen: str) -> socket.socket:
     host, port = address(listen)
     try:
@@ -327,17 +335,13 @@ async def _bind_tcp(setting: str, listen: str) -> socket.socket:
         )
         listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise kit.errors.HostError(
-            f"{setting} {listen}",
-            f"cannot listen there ({error.strerror})",
-            "choose another address, or end what uses it",
-        ) from error
+        raise address_refused(setting, listen, error) from error
     listening.setblocking(False)
     return listening
 
 
 def _token_caller(
-    known: rotation.Held[rotation.Known] | None, asked: reviews.Reviews | None
+    known: rotation.WatchedFiles[rotation.Known] | None, asked: reviews.Reviews | None
 ) -> server.Identify:
     async def caller(request: web.Request) -> access.Caller:
         peer = request.remote or "?"
@@ -398,7 +402,7 @@ async def serving(state: State) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
-        held = overview.Held(state)
+        held = overview.HeldOverview(state)
         app = server.application(state, door, held)
         listeners = [_Listener("socket", app, listening)]
         if admin.metrics is not None:
@@ -412,15 +416,17 @@ async def serving(state: State) -> AsyncIterator[None]:
         if admin.api is not None:
             host, _ = address(admin.api.listen)
             certificate = rotation.Certificate(admin.api)
-            files: list[rotation.Held[Any]] = [certificate]
+            files: list[rotation.WatchedFiles[Any]] = [certificate]
             known = asked = None
+            also = []
             if admin.api.tokens_file is not None:
                 known = rotation.tokens(admin.api.tokens_file)
                 files.append(known)
             if admin.api.kubernetes is not None:
                 asked = reviews.Reviews(admin.api.kubernetes, state.settings.this_node)
                 stack.push_async_callback(asked.close)
-            await stack.enter_async_context(rotation.following(state, files, asked))
+                also.append(asked.finding)
+            await stack.enter_async_context(rotation.following(state, files, also))
             # Its streams are counted apart: callers over the network take no place from root.
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
             app = server.application(state, door, held)

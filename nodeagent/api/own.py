@@ -10,12 +10,14 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import yaml
 from aiohttp import web
 
 from kit.room import HEARTBEAT_SECONDS, Stream
-from nodeagent import overview, page, rooms, runbooks
+from nodeagent import rooms
 from nodeagent.api import access, figures
+from nodeagent.shown import overview, page
 from nodeagent.state import State
 
 # The OpenAPI document: the process's own part and one hand-written YAML file for each room.
@@ -84,35 +86,56 @@ _HEADERS = {
 Send = Callable[[web.Request, Stream], Awaitable[web.StreamResponse]]
 
 
-def routes(
-    state: State, streams: access.Streams, send: Send, held: overview.Held | None = None
-) -> list[web.RouteDef]:
-    """``send`` answers with a stream of JSON lines."""
-    held = held or overview.Held(state)
-    rendered = _Rendered(held)
+class Own:
+    """``send`` answers with a stream of JSON lines. ``held``: what other listeners show, too."""
 
-    series = figures.Held(figures.registry(state))
+    def __init__(
+        self,
+        state: State,
+        streams: access.Streams,
+        send: Send,
+        held: overview.HeldOverview | None = None,
+    ) -> None:
+        self._state, self._streams, self._send = state, streams, send
+        self._held = held or overview.HeldOverview(state)
+        self._figures = figures.HeldFigures(figures.registry(state))
+        self._rendered: tuple[overview.Overview | None, str] = None, ""  # the page, and of what
 
-    async def metrics(request: web.Request) -> web.Response:
-        asked = {
-            name: ",".join(request.headers.getall(name, []))
-            for name in ("Accept", "Accept-Encoding")
-        }
-        text = series.text(asked["Accept"], asked["Accept-Encoding"])
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", self._status_page),
+            web.get("/live", self._live),
+            web.get("/runbook", self._runbook_page),
+            web.get("/openapi.json", self._openapi),
+            web.get("/metrics", self._metrics),
+            web.get("/healthz", self._healthz),
+            web.get("/readyz", self._readyz),
+            web.get("/v1/status", self._status),
+            web.get("/v1/events", self._events),
+            web.get("/v1/events/follow", self._follow_events),
+            web.get("/v1/findings", self._findings),
+        ]
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        accept, encodings = (
+            ",".join(request.headers.getall(name, [])) for name in ("Accept", "Accept-Encoding")
+        )
+        text = self._figures.text(accept, encodings)
         headers = {"Content-Type": text.content_type, "Vary": "Accept, Accept-Encoding"}
         if text.zipped:
             headers["Content-Encoding"] = "gzip"
         return web.Response(body=text.body, headers=headers)
 
-    async def healthz(_: web.Request) -> web.Response:
+    async def _healthz(self, _: web.Request) -> web.Response:
         """200 while the process's own loop runs: a stuck one answers nothing.
 
         A sick room is a matter of /readyz: a restart of the process would not heal it.
         """
         return web.json_response({"alive": True, "reasons": []})
 
-    async def readyz(_: web.Request) -> web.Response:
+    async def _readyz(self, _: web.Request) -> web.Response:
         """200 when every component does its work, else 503 with the reasons."""
+        state = self._state
         states = {each.room.name: each.health() for each in state.running}
         reasons = [f"{name}: {reason}" for name, h in states.items() for reason in h.reasons]
         if state.config_error:
@@ -127,44 +150,40 @@ def routes(
         }
         return web.json_response(body, status=200 if ready else 503)
 
-    async def findings(_: web.Request) -> web.Response:
-        found = [overview.finding_json(each) for each in state.findings.current()]
+    async def _findings(self, _: web.Request) -> web.Response:
+        found = msgspec.to_builtins(self._state.findings.current())
         return web.json_response({"findings": found})
 
-    async def status(_: web.Request) -> web.Response:
-        return web.Response(body=held.answer(), content_type="application/json")
+    async def _status(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._held.answer(), content_type="application/json")
 
-    async def events(_: web.Request) -> web.Response:
-        known = [each.as_json() for each in state.findings.journal.after()]
+    async def _events(self, _: web.Request) -> web.Response:
+        known = msgspec.to_builtins(self._state.findings.journal.after())
         return web.json_response({"events": known})
 
-    async def follow_events(request: web.Request) -> web.StreamResponse:
-        return await send(request, Stream(state.findings.journal.follow()))
+    async def _follow_events(self, request: web.Request) -> web.StreamResponse:
+        return await self._send(request, Stream(self._state.findings.journal.follow()))
 
-    async def openapi_json(_: web.Request) -> web.Response:
+    async def _openapi(self, _: web.Request) -> web.Response:
         return web.json_response(document())
 
-    def html(text: str) -> web.Response:
-        return web.Response(text=text, content_type="text/html", headers=_HEADERS)
+    async def _status_page(self, _: web.Request) -> web.Response:
+        now = self._held.now()
+        if self._rendered[0] is not now:
+            self._rendered = now, page.render(now)
+        return _html(self._rendered[1])
 
-    async def status_page(_: web.Request) -> web.Response:
-        return html(rendered.text())
+    async def _runbook_page(self, _: web.Request) -> web.Response:
+        return _html(page.runbook())
 
-    @functools.lru_cache(maxsize=1)
-    def runbook() -> str:  # it stays as it is while the agent runs
-        return page.runbook(runbooks.entries())
-
-    async def runbook_page(_: web.Request) -> web.Response:
-        return html(runbook())
-
-    async def live(request: web.Request) -> web.StreamResponse:
+    async def _live(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the page's content whenever it has changed."""
-        with streams.one(f"live page {request.remote}") as refused:
+        with self._streams.one(f"live page {request.remote}") as refused:
             if refused:
                 raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
             response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
             await response.prepare(request)
-            async for message in _messages(held):
+            async for message in _messages(self._held):
                 try:
                     async with asyncio.timeout(WRITE_SECONDS):
                         await response.write(message)
@@ -174,37 +193,12 @@ def routes(
                 request.transport.abort()
             return response
 
-    return [
-        web.get("/", status_page),
-        web.get("/live", live),
-        web.get("/runbook", runbook_page),
-        web.get("/openapi.json", openapi_json),
-        web.get("/metrics", metrics),
-        web.get("/healthz", healthz),
-        web.get("/readyz", readyz),
-        web.get("/v1/status", status),
-        web.get("/v1/events", events),
-        web.get("/v1/events/follow", follow_events),
-        web.get("/v1/findings", findings),
-    ]
+
+def _html(text: str) -> web.Response:
+    return web.Response(text=text, content_type="text/html", headers=_HEADERS)
 
 
-class _Rendered:
-    """The page, made once of each overview."""
-
-    def __init__(self, held: overview.Held) -> None:
-        self._held = held
-        self._of: overview.Overview | None = None
-        self._text = ""
-
-    def text(self) -> str:
-        now = self._held.now()
-        if now is not self._of:
-            self._of, self._text = now, page.render(now)
-        return self._text
-
-
-async def _messages(held: overview.Held) -> AsyncIterator[bytes]:
+async def _messages(held: overview.HeldOverview) -> AsyncIterator[bytes]:
     last, idle = "", 0.0
     while True:
         content = page.content(held.now())

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pydantic
 import structlog
@@ -116,7 +116,7 @@ def attempt(read: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(error)
 
 
-class Held(Generic[T]):
+class WatchedFiles(Generic[T]):
     """What the files ``paths`` last were when they could be used; None before that.
 
     ``read`` raises OSError or ValueError; the text of a ValueError is shown. ``secret``: those of
@@ -204,25 +204,23 @@ EXPOSED_REMEDY = (
 )
 
 
-class Asked(Protocol):
-    def finding(self) -> kit.findings.Finding | None: ...
-
-
 @contextlib.asynccontextmanager
 async def following(
-    state: State, held: Sequence[Held[Any]], asked: Asked | None = None
+    state: State,
+    files: Sequence[WatchedFiles[Any]],
+    also: Sequence[Callable[[], kit.findings.Finding | None]] = (),
 ) -> AsyncIterator[None]:
-    """Look at the files again and again while the block runs, and say what is wrong."""
+    """Look at the files again and again while the block runs, and say what is wrong; ``also`` with
+    what else admits callers."""
     looked = asyncio.Event()
-    parts = [*held, *([] if asked is None else [asked])]
 
     async def follow() -> None:
         while True:
-            for each in held:
+            for each in files:
                 await asyncio.to_thread(each.look)
-            found = [finding for each in parts if (finding := each.finding())]
-            warnings = [warning for each in held for warning in each.warnings()]
-            state.judge("admin", found, warnings)
+            found = [look() for look in (*(each.finding for each in files), *also)]
+            warnings = [warning for each in files for warning in each.warnings()]
+            state.judge("admin", [each for each in found if each is not None], warnings)
             looked.set()
             await asyncio.sleep(RECHECK_SECONDS)
 
@@ -258,9 +256,9 @@ _File = pydantic.TypeAdapter(dict[kit.settings.Word, _Entry])
 Known = tuple[tuple[bytes, access.Caller], ...]
 
 
-def tokens(path: Path) -> Held[Known]:
+def tokens(path: Path) -> WatchedFiles[Known]:
     """The callers of a tokens file, each with the digest of its token. ``{}`` admits nobody."""
-    return Held("admin.api.tokens_file", [path], lambda: read_tokens(path), secret=[path])
+    return WatchedFiles("admin.api.tokens_file", [path], lambda: read_tokens(path), secret=[path])
 
 
 def read_tokens(path: Path) -> Known:
@@ -321,7 +319,7 @@ class Pair:
         return kit.units.format_duration(max(0.0, self.until - now))
 
 
-class Certificate(Held[Pair]):
+class Certificate(WatchedFiles[Pair]):
     """Certificate chain and key of the API over TCP."""
 
     def __init__(self, api: ApiSettings) -> None:

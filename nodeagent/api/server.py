@@ -15,7 +15,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,9 +25,9 @@ from aiohttp import web
 import kit.errors
 import kit.redact
 from kit.room import Answer, Json, Request, Role, Route, Stream
-from nodeagent import overview
 from nodeagent.api import access, own
-from nodeagent.state import Running, State
+from nodeagent.shown import overview
+from nodeagent.state import RunningRoom, State
 
 log = structlog.get_logger("agent")
 
@@ -35,7 +35,7 @@ LONGEST_BODY = 256 * 1024
 LONGEST_NAME = 255  # of a placeholder in a path
 LONGEST_TEXT = 4096  # of a query's value
 BODY_SECONDS = 10.0
-# Below the command line's own limit (nodeagent.api_client.ANSWER_SECONDS).
+# Below the command line's own limit (nodeagent.commands.client.ANSWER_SECONDS).
 HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 # Streams send something at least every five seconds (``kit.room.HEARTBEAT_SECONDS``).
@@ -89,15 +89,11 @@ class Door:
 # --- errors, limits, and who may call what
 
 
-class Pace:
-    """Makes the requests of a kind of callers wait. Those of others do not wait for them."""
-
-    def __init__(self) -> None:
-        self._rate = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
-
-    async def keep(self, kind: str) -> None:
-        if not self._rate.admits(kind):
-            await asyncio.sleep(WAIT_SECONDS)
+def _refuse_other_hosts(request: web.Request, hosts: access.Hosts | None) -> None:
+    if hosts is not None and not hosts.admits(request.headers.get("Host", "")):
+        raise web.HTTPMisdirectedRequest(
+            reason="the Host header names another host (setting admin.names)"
+        )
 
 
 def _error_body(error: kit.errors.AgentError) -> dict[str, Any]:
@@ -187,23 +183,52 @@ def _ends(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
-def _guard(door: Door, roles: dict[Any, Role]) -> Any:
-    """Refuses who may not; limits and records changing calls."""
-    rate, pace = access.Rate(), Pace()
+class _Guard:
+    """Refuses who may not; limits and records changing calls. ``roles``: by handler."""
 
-    def role(request: web.Request) -> Role:
+    def __init__(self, door: Door, roles: Mapping[Any, Role]) -> None:
+        self._door, self._roles = door, roles
+        self._changes = access.Rate()
+        self._pace = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        begun = time.monotonic()
+        needed, caller = self._role(request), await self._door.caller(request)
+        request[_CALLER] = caller
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            self._check(request, caller, needed)
+            return await handler(request)
+
+        if caller.role is None:
+            await self._wait("strangers")
+        status = NO_ANSWER  # the agent stops, or the client has left
+        try:
+            response = await _errors_as_json(request, call)
+            status = response.status
+            if status == web.HTTPTooManyRequests.status_code:
+                await self._wait(caller.key)
+            return response
+        finally:
+            self._note(request, caller, needed, status, begun)
+
+    def _role(self, request: web.Request) -> Role:
         # A path that does not exist is judged by its method.
         read = request.method in ("GET", "HEAD")
-        return roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
+        return self._roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
 
-    def check(request: web.Request, caller: access.Caller, needed: Role) -> None:
-        if door.hosts is not None and not door.hosts.admits(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(
-                reason="the Host header names another host (setting admin.names)"
-            )
+    async def _wait(self, kind: str) -> None:
+        """Callers of one kind do not wait for those of another."""
+        if not self._pace.admits(kind):
+            await asyncio.sleep(WAIT_SECONDS)
+
+    def _check(self, request: web.Request, caller: access.Caller, needed: Role) -> None:
+        hosts = self._door.hosts
+        _refuse_other_hosts(request, hosts)
         # A page opened in a browser on this node could send requests here; it cannot avoid
         # sending its origin with them.
-        if (needed is not Role.READ or door.hosts is not None) and (
+        if (needed is not Role.READ or hosts is not None) and (
             "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
         ):
             raise web.HTTPForbidden(reason="requests from web pages are refused")
@@ -214,7 +239,7 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         # Before the role: calls that a caller may not make cost as much as others.
-        if needed is not Role.READ and not rate.admits(caller.key):
+        if needed is not Role.READ and not self._changes.admits(caller.key):
             raise web.HTTPTooManyRequests(
                 reason="too many changing calls", headers={"Retry-After": "1"}
             )
@@ -223,45 +248,28 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
                 reason=f"role {needed} is needed, {caller.name} is {caller.role}"
             )
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        begun = time.monotonic()
-        needed, caller = role(request), await door.caller(request)
-        request[_CALLER] = caller
-
-        async def call(request: web.Request) -> web.StreamResponse:
-            check(request, caller, needed)
-            return await handler(request)
-
-        def note(status: int) -> None:
-            if needed is Role.READ and caller.role is not None:
-                return
-            door.calls.note(
-                caller,
-                # A handler that refuses has changed nothing; one that failed may have. A stranger
-                # comes to none, also while the cluster cannot be asked about him (503).
-                changed=caller.role is not None and not 400 <= status < 500,
-                method=_plain(request.method),
-                path=_plain(request.path),
-                role=str(needed),
-                result=status,
-                milliseconds=round((time.monotonic() - begun) * 1000),
-                **({"sent": request[_SENT]} if _SENT in request else {}),
-            )
-
-        if caller.role is None:
-            await pace.keep("strangers")
-        try:
-            response = await _errors_as_json(request, call)
-        except (asyncio.CancelledError, ConnectionError):
-            note(NO_ANSWER)  # the agent stops, or the client has left
-            raise
-        if response.status == web.HTTPTooManyRequests.status_code:
-            await pace.keep(caller.key)
-        note(response.status)
-        return response
-
-    return guard
+    def _note(
+        self,
+        request: web.Request,
+        caller: access.Caller,
+        needed: Role,
+        status: int,
+        begun: float,
+    ) -> None:
+        if needed is Role.READ and caller.role is not None:
+            return
+        self._door.calls.note(
+            caller,
+            # A handler that refuses has changed nothing; one that failed may have. A stranger comes
+            # to none, also while the cluster cannot be asked about him (503).
+            changed=caller.role is not None and not 400 <= status < 500,
+            method=_plain(request.method),
+            path=_plain(request.path),
+            role=str(needed),
+            result=status,
+            milliseconds=round((time.monotonic() - begun) * 1000),
+            **({"sent": request[_SENT]} if _SENT in request else {}),
+        )
 
 
 # --- routes of the rooms
@@ -361,7 +369,7 @@ def _note_late_end(task: asyncio.Future[Any], what: str) -> None:
     log.info("api call ended late", call=what, error=str(error or ""), cancelled=task.cancelled())
 
 
-def _handler(route: Route, running: Running, door: Door) -> Handler:
+def _handler(route: Route, running: RunningRoom, door: Door) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         if running.trouble is not None and not running.started:
             raise kit.errors.DegradedError(
@@ -425,21 +433,24 @@ async def _write_lines(
     return response
 
 
-def application(state: State, door: Door, held: overview.Held | None = None) -> web.Application:
+def application(
+    state: State, door: Door, held: overview.HeldOverview | None = None
+) -> web.Application:
     """The whole admin API: the process's routes and those of each running room.
 
     ``held``: what other listeners show too, so that it is made once for all of them.
     """
     roles: dict[Any, Role] = {}
     app = web.Application(
-        middlewares=[_send_in_time, _guard(door, roles)], client_max_size=LONGEST_BODY
+        middlewares=[_send_in_time, _Guard(door, roles).middleware], client_max_size=LONGEST_BODY
     )
 
     async def send(request: web.Request, stream: Stream) -> web.StreamResponse:
         return await _send(request, stream, door)
 
     # A live page is for browsers, which the API refuses.
-    app.add_routes([r for r in own.routes(state, door.streams, send, held) if r.path != "/live"])
+    own_routes = own.Own(state, door.streams, send, held).routes()
+    app.add_routes([route for route in own_routes if route.path != "/live"])
     for running in state.running:
         for route in running.room.routes():
             handler = _handler(route, running, door)
@@ -452,16 +463,16 @@ def application(state: State, door: Door, held: overview.Held | None = None) -> 
 
 
 def metrics_application(
-    state: State, hosts: access.Hosts | None, with_page: bool, held: overview.Held | None = None
+    state: State,
+    hosts: access.Hosts | None,
+    with_page: bool,
+    held: overview.HeldOverview | None = None,
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if hosts is not None and not hosts.admits(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(
-                reason="the Host header names another host (setting admin.names)"
-            )
+        _refuse_other_hosts(request, hosts)
         return await handler(request)
 
     served = {"/metrics", "/healthz", "/readyz"}
@@ -470,6 +481,6 @@ def metrics_application(
     app = web.Application(
         middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
-    found = own.routes(state, access.Streams(), _write_lines, held)
+    found = own.Own(state, access.Streams(), _write_lines, held).routes()
     app.add_routes([route for route in found if route.path in served])
     return app

@@ -31,9 +31,8 @@ import kit.formats
 import kit.pause
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
-from nodeagent.reporter import MOST_FINDINGS
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import State
+from nodeagent.state import MOST_FINDINGS, State
 
 log = structlog.get_logger("cluster")
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 import structlog
 
 import kit.findings
-from kube import client, nodes
+from kube import client, objects
 from nodeagent.cluster import follow, kinds
 from nodeagent.state import State
 
 log = structlog.get_logger("cluster")
 
 LOOK_SECONDS = 2.0
-ANSWER_SECONDS = 10.0
 # How long a room waits for a label to go. Without an API server nobody schedules either.
 LOST_SECONDS = 10.0
 LONGEST_VALUE = 63
@@ -48,40 +47,31 @@ def changes(there: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, st
 class Labeller:
     """``server`` belongs to whoever made it."""
 
-    def __init__(self, follower: follow.Follower, server: client.ApiServer) -> None:
+    def __init__(self, follower: follow.Follower, server: client.ApiServer, state: State) -> None:
         self._follower = follower
         self._server = server
         self._asked = follower.asked
         self._lock = asyncio.Lock()
-        self._state: State | None = None
+        self._state = state
         # What this agent may have written since the watch spoke last: its answer may be lost.
         self._written: set[str] = set()
         self._due = 0.0  # when labels may be added again
 
-    async def follow(self, state: State) -> None:
+    async def follow(self) -> None:
         """Never ends."""
-        self._state = state
-        pauses = client.Pauses(LOOK_SECONDS)
-        while True:
-            pause = LOOK_SECONDS * random.uniform(1.0, 1.25)
-            try:
-                self._listen()
-                await self._write(add=time.monotonic() >= self._due)
-                pauses.reset()
-            except client.KubeError as error:
-                if not pauses.attempts:
-                    log.warning("labels of the Node cannot be written", why=str(error))
-                if error.status in client.REFUSALS:  # else nobody has to do anything about it
-                    state.findings.report(ORIGIN, [_refused(self._follower.name, error)])
-                pause = pauses.after(error)
-            await asyncio.sleep(pause)
+        problem = "labels of the Node cannot be written"
+        await client.repeat(self._step, LOOK_SECONDS, problem, self._failed)
 
-    def _listen(self) -> None:
-        """Again and again: a room may have a new component, and that new datasets."""
-        assert self._state is not None
+    async def _step(self) -> None:
+        # Again and again: a room may have a new component, and that new datasets.
         for running in self._state.running:
             if running.room.presence is not None:
                 running.room.presence.listen(running.component, self.lost)
+        await self._write(add=time.monotonic() >= self._due)
+
+    def _failed(self, error: client.KubeError) -> None:
+        if error.status in client.REFUSALS:  # else nobody has to do anything about it
+            self._state.findings.report(ORIGIN, [_refused(self._follower.name, error)])
 
     async def lost(self) -> None:
         """Take the labels away of what is not whole any more. At most LOST_SECONDS."""
@@ -109,7 +99,7 @@ class Labeller:
             if made:
                 self._written |= {key for key, text in made.items() if text is not None}
                 name = self._follower.name
-                await nodes.label(self._server, name, made, deadline=ANSWER_SECONDS)
+                await objects.label(self._server, name, made)
                 self._written -= {key for key, text in made.items() if text is None}
                 self._due = time.monotonic() + self._asked.interval * random.uniform(1.0, 1.25)
             self._report(len(whole) - len(wanted))
@@ -117,7 +107,6 @@ class Labeller:
     def _whole(self) -> dict[str, str] | None:
         """By the label's key; None while a room has not looked at what it has."""
         found: dict[str, str] = {}
-        assert self._state is not None
         for running in self._state.running:
             presence = running.room.presence
             if presence is None:
@@ -129,7 +118,6 @@ class Labeller:
         return found
 
     def _report(self, left: int) -> None:
-        assert self._state is not None
         found = []
         if left > 0 and self._asked.labels:
             found.append(

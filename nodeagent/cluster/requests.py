@@ -33,7 +33,7 @@ LOST = "whether it was carried out is not known: requests.json was damaged; give
 
 
 @dataclass(frozen=True)
-class Asked:
+class ObjectRequest:
     """``state``: pending, done or failed. ``begun``: the room took it on, in this process."""
 
     value: str
@@ -62,7 +62,7 @@ class Requests:
     """``asked``: by kind, name and verb. ``changed`` is called when something has begun."""
 
     def __init__(self, folder: Path, changed: Callable[[], None] = lambda: None) -> None:
-        self.asked: dict[Key, Asked] = {}
+        self.asked: dict[Key, ObjectRequest] = {}
         self._changed = changed
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
         self._beginning: dict[intent.Key, _Beginning] = {}  # at most one for each object
@@ -70,7 +70,7 @@ class Requests:
         self._lost = False  # what objects ask for may have been carried out already
         self._load()
 
-    def of(self, key: intent.Key) -> Mapping[str, Asked]:
+    def of(self, key: intent.Key) -> Mapping[str, ObjectRequest]:
         """By verb."""
         verbs = (each.verb for _, i in kinds.intents() if i.kind == key[0] for each in i.requests)
         return {v: self.asked[(*key, v)] for v in verbs if (*key, v) in self.asked}
@@ -87,7 +87,9 @@ class Requests:
                 key, value = (*verdict.wish.key, request.verb), verdict.wish.asks[request.verb]
                 wanted.add(key)
                 if key not in self.asked or self.asked[key].value != value:
-                    self.asked[key] = Asked(value, "failed", LOST) if self._lost else Asked(value)
+                    self.asked[key] = (
+                        ObjectRequest(value, "failed", LOST) if self._lost else ObjectRequest(value)
+                    )
             # What an object asks for that is refused is not done, and what was done for it before
             # is not forgotten: mended, it must not be done again.
             if asked and verdict.keys and room in running:
@@ -112,15 +114,15 @@ class Requests:
             if now.state != "pending":
                 continue
             if why := results.get((request.verb, now.value)):
-                now = Asked(now.value, message=why)
+                now = ObjectRequest(now.value, message=why)
             elif why is not None:
-                now = Asked(now.value, begun=True)
+                now = ObjectRequest(now.value, begun=True)
             if now.begun:
                 now = _looked(now, request, component, name)
             elif busy is None:
                 new[request.verb] = request, now.value
             elif busy.slow and busy.values.get(request.verb) == now.value:
-                now = Asked(now.value, message="it takes longer than expected")
+                now = ObjectRequest(now.value, message="it takes longer than expected")
             self.asked[(*of, request.verb)] = now
         if new:
             task = asyncio.create_task(
@@ -148,7 +150,7 @@ class Requests:
         found = {}
         async with self._slots:
             for verb, (request, value) in new.items():
-                if self.asked.get((*of, verb), Asked("")).value != value:
+                if self.asked.get((*of, verb), ObjectRequest("")).value != value:
                     continue  # nobody asks for it any more
                 try:
                     await request.begin(component, name)
@@ -185,23 +187,25 @@ class Requests:
             self.asked = found
 
 
-def _rows(value: Any) -> dict[Key, Asked]:
+def _rows(value: Any) -> dict[Key, ObjectRequest]:
     """ValueError, TypeError for what no agent wrote."""
     rows = msgspec.convert(value, type=list[tuple[str, str, str, str, str, str]])
-    return {row[:3]: Asked(*row[3:]) for row in rows}
+    return {row[:3]: ObjectRequest(*row[3:]) for row in rows}
 
 
-def _looked(now: Asked, request: kit.room.Asking, component: Any, name: str) -> Asked:
+def _looked(
+    now: ObjectRequest, request: kit.room.Asking, component: Any, name: str
+) -> ObjectRequest:
     """At one that was begun."""
     try:
         end = request.end(component, name)
     except kit.errors.NotFoundError:
-        return Asked(now.value)  # it is gone for a moment: anew
+        return ObjectRequest(now.value)  # it is gone for a moment: anew
     if end is None:
-        return Asked(now.value, begun=True)
+        return ObjectRequest(now.value, begun=True)
     log.info("carried out", name=name, value=now.value, well=end.well, message=end.message)
-    return Asked(now.value, "done" if end.well else "failed", end.message[:LONGEST_TEXT])
+    return ObjectRequest(now.value, "done" if end.well else "failed", end.message[:LONGEST_TEXT])
 
 
-def _over(asked: Mapping[Key, Asked]) -> dict[Key, Asked]:
+def _over(asked: Mapping[Key, ObjectRequest]) -> dict[Key, ObjectRequest]:
     return {key: each for key, each in asked.items() if each.state != "pending"}

@@ -69,15 +69,15 @@ def of_object(
     Invariant: Ready becomes True only when every node that wrote lately knows this generation, so
     that 'kubectl wait' never ends before a node has even looked.
     """
-    oldest = storage.rfc3339(now - SILENT_SECONDS)
+    of = _Object(asked, before, now)
     wanted = ready = refused = percent = size = behind = 0
     selected: list[tuple[str, kinds.ObjectStatus]] = []
     waiting: list[str] = []
     refusing: list[str] = []
     nodes = list(nodes)
-    chosen = _chosen(asked, before, nodes, observed, now, patient)
+    chosen = of.chosen(nodes, observed, patient)
     for each in nodes:
-        fresh = each.written >= oldest
+        fresh = each.written >= of.oldest
         behind += fresh and each.observed != observed
         mine = each.objects.get(asked.key)
         if mine is None or (asked.spread and each.node not in chosen):
@@ -104,14 +104,12 @@ def of_object(
         complete = False
     if complete:
         reason, message = "Complete", f"on {ready} nodes"
+    accepted = "Refused" if refused else "Accepted"
     conditions = (
-        _made("Ready", complete, reason, message, asked, before, now),
-        _made(
-            "Accepted", refused == 0, "Refused" if refused else "Accepted",
-            _some(refusing), asked, before, now,
-        ),
-    )  # fmt: skip
-    told, carried_out = _requests(asked, before, selected, behind, now)
+        of.condition("Ready", complete, reason, message),
+        of.condition("Accepted", refused == 0, accepted, _some(refusing)),
+    )
+    told, carried_out = of.requests(selected, behind)
     return kinds.IntentStatus(
         observed_generation=asked.generation,
         nodes=kinds.NodesStatus(wanted=wanted, ready=ready, refused=refused),
@@ -132,53 +130,73 @@ def patch(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, "carriedOut": {**gone, **made["carriedOut"]}}
 
 
-def _chosen(
-    asked: intent.Wish, before: Mapping[str, Any], nodes: list[View], observed: str, now: float,
-    patient: bool,
-) -> tuple[str, ...]:  # fmt: skip
-    """Of the nodes that write and may keep it. Of a new object only once all have looked, or it
-    would begin on one node and end on another."""
-    if not asked.spread:
-        return ()
-    oldest = storage.rfc3339(now - SILENT_SECONDS)
-    kept = set(before.get("chosen") or ()) if patient else set()
-    fresh = [each for each in nodes if each.written >= oldest or each.node in kept]
-    young = asked.created > storage.rfc3339(now - SETTLE_SECONDS)
-    if young and any(each.observed != observed for each in fresh):
-        return tuple(before.get("chosen") or ())
-    may = (e.node for e in fresh if (mine := e.objects.get(asked.key)) and mine.candidate)
-    return choose_nodes(asked.name, may, asked.spread)
+@dataclass(frozen=True)
+class _Object:
+    """``before``: the status that it has."""
 
+    asked: intent.Wish
+    before: Mapping[str, Any]
+    now: float  # Unix time
 
-def _requests(
-    asked: intent.Wish,
-    before: Mapping[str, Any],
-    selected: list[tuple[str, kinds.ObjectStatus]],
-    behind: int,
-    now: float,
-) -> tuple[tuple[kinds.ObjectCondition, ...], dict[str, str]]:
-    """A condition for each annotation, and the values that all nodes carried out."""
-    was = before.get("carriedOut") or {}
-    told, carried_out = [], {}
-    for verb, value in sorted(asked.asks.items()):
-        waiting, failed = [], []
-        for node, mine in selected:
-            one = next((r for r in mine.requests if (r.verb, r.value) == (verb, value)), None)
-            text = f"{node}: {one.message or one.state}" if one else f"{node}: has not seen it"
-            if one is None or one.state == "pending":
-                waiting.append(text)
-            elif one.state == "failed":
-                failed.append(text)
-        over = bool(selected) and not waiting and (not behind or was.get(verb) == value)
-        if over:
-            carried_out[verb] = value
-        elif verb in was:
-            carried_out[verb] = str(was[verb])
-        reason = ("Failed" if failed else "CarriedOut") if over else "Pending"
-        message = f"{value}: {_some(failed or waiting) or f'on {len(selected)} nodes'}"
-        kind = CONDITIONS.get(verb, verb.title())
-        told.append(_made(kind, over and not failed, reason, message, asked, before, now))
-    return tuple(told), carried_out
+    @property
+    def oldest(self) -> str:
+        """A node that wrote last before this is silent."""
+        return storage.rfc3339(self.now - SILENT_SECONDS)
+
+    def chosen(self, nodes: list[View], observed: str, patient: bool) -> tuple[str, ...]:
+        """Of the nodes that write and may keep it. Of a new object only once all have looked, or it
+        would begin on one node and end on another."""
+        asked, were = self.asked, tuple(self.before.get("chosen") or ())
+        if not asked.spread:
+            return ()
+        kept = were if patient else ()
+        fresh = [each for each in nodes if each.written >= self.oldest or each.node in kept]
+        young = asked.created > storage.rfc3339(self.now - SETTLE_SECONDS)
+        if young and any(each.observed != observed for each in fresh):
+            return were
+        may = (e.node for e in fresh if (mine := e.objects.get(asked.key)) and mine.candidate)
+        return choose_nodes(asked.name, may, asked.spread)
+
+    def requests(
+        self, selected: list[tuple[str, kinds.ObjectStatus]], behind: int
+    ) -> tuple[tuple[kinds.ObjectCondition, ...], dict[str, str]]:
+        """A condition for each annotation, and the values that all nodes carried out."""
+        was = self.before.get("carriedOut") or {}
+        told, carried_out = [], {}
+        for verb, value in sorted(self.asked.asks.items()):
+            waiting, failed = [], []
+            for node, mine in selected:
+                one = next((r for r in mine.requests if (r.verb, r.value) == (verb, value)), None)
+                text = f"{node}: {one.message or one.state}" if one else f"{node}: has not seen it"
+                if one is None or one.state == "pending":
+                    waiting.append(text)
+                elif one.state == "failed":
+                    failed.append(text)
+            over = bool(selected) and not waiting and (not behind or was.get(verb) == value)
+            if over:
+                carried_out[verb] = value
+            elif verb in was:
+                carried_out[verb] = str(was[verb])
+            reason = ("Failed" if failed else "CarriedOut") if over else "Pending"
+            message = f"{value}: {_some(failed or waiting) or f'on {len(selected)} nodes'}"
+            kind = CONDITIONS.get(verb, verb.title())
+            told.append(self.condition(kind, over and not failed, reason, message))
+        return tuple(told), carried_out
+
+    def condition(self, kind: str, holds: bool, reason: str, message: str) -> kinds.ObjectCondition:
+        status: Literal["True", "False"] = "True" if holds else "False"
+        was = _condition(self.before, kind)
+        changed = was.get("status") != status
+        return kinds.ObjectCondition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message,
+            last_transition_time=storage.rfc3339(self.now)
+            if changed
+            else str(was["lastTransitionTime"]),
+            observed_generation=self.asked.generation,
+        )
 
 
 def _reason(
@@ -201,20 +219,3 @@ def _some(texts: list[str]) -> str:
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     found = (each for each in status.get("conditions") or () if each.get("type") == kind)
     return next(found, {})
-
-
-def _made(
-    kind: str, holds: bool, reason: str, message: str, asked: intent.Wish,
-    before: Mapping[str, Any], now: float,
-) -> kinds.ObjectCondition:  # fmt: skip
-    status: Literal["True", "False"] = "True" if holds else "False"
-    was = _condition(before, kind)
-    same = was.get("status") == status
-    return kinds.ObjectCondition(
-        type=kind,
-        status=status,
-        reason=reason,
-        message=message,
-        last_transition_time=str(was["lastTransitionTime"]) if same else storage.rfc3339(now),
-        observed_generation=asked.generation,
-    )

@@ -32,12 +32,11 @@ class Cluster:
     def metrics(self) -> Iterable[Metric]:
         follower, writer = self._follower, self._writer
         servers = {"objects": follower.server, "reports": writer.server}
-        for name, text, attribute in (
-            ("cluster_requests", "Requests to the API server.", "requests"),
-            ("cluster_received_bytes", "Bytes of the API server's answers.", "received"),
-        ):
-            values = {part: getattr(server, attribute) for part, server in servers.items()}
-            yield counter(name, text, values, "part")
+        requests = {part: each.requests for part, each in servers.items()}
+        yield counter("cluster_requests", "Requests to the API server.", requests, "part")
+        received = {part: each.received for part, each in servers.items()}
+        text = "Bytes of the API server's answers."
+        yield counter("cluster_received_bytes", text, received, "part")
         lists = {kind: each.lists for kind, each in follower.watches.items()}
         yield counter("cluster_lists", "Lists of objects of a kind.", lists, "kind")
         yield gauge("cluster_synced", "1 while all objects are known.", float(follower.synced))

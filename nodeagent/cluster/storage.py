@@ -4,7 +4,7 @@ import datetime
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import kit.findings
@@ -34,23 +34,39 @@ def reports(state: State) -> dict[str, tuple[kit.room.Report, Any]]:
     return found
 
 
+@dataclass(frozen=True)
+class Objects:
+    """What this node makes of the cluster's objects.
+
+    ``leaving``: deleted ones that are not given up yet, and what they wait for ("": nothing).
+    ``candidates``: objects with ``spread`` that select this node. ``asked_of``: what annotations of
+    an object asked for, by verb. ``observed``: a digest of all that it knows.
+    """
+
+    verdicts: Sequence[intent.Verdict] = ()
+    leaving: Mapping[intent.Key, str] = field(default_factory=dict)
+    candidates: Mapping[intent.Key, intent.Wish] = field(default_factory=dict)
+    asked_of: Callable[[intent.Key], Mapping[str, requests.ObjectRequest]] = lambda _: {}
+    observed: str = ""
+
+    @property
+    def wanted(self) -> int:
+        """How many there are to tell of."""
+        theirs = {each.wish.key for each in self.verdicts} | self.candidates.keys()
+        return len(theirs) + len(self.leaving)
+
+
 def of_objects(
-    verdicts: Sequence[intent.Verdict],
-    leaving: Mapping[intent.Key, str],
-    reported: Mapping[str, tuple[kit.room.Report, Any]],
-    asked_of: Callable[[intent.Key], Mapping[str, requests.Asked]] = lambda _: {},
-    candidates: Mapping[intent.Key, intent.Wish] = MappingProxyType({}),
+    objects: Objects, reported: Mapping[str, tuple[kit.room.Report, Any]]
 ) -> list[kinds.ObjectStatus]:
     """How far this node is with each object, MOST_ENTRIES at most: those that it has, and then
-    those that it might have to keep, the oldest first. ``leaving``: deleted ones that
-    are not given up yet, and what they wait for ("": nothing). ``asked_of``: what annotations of an
-    object asked for, by verb. ``candidates``: objects with ``spread`` that select this node."""
+    those that it might have to keep, the oldest first."""
     found = []
     shown: dict[str, dict[str, Any]] = {}  # by kind, what its room reports by key
     for _, made in kinds.intents():
         _, elements = reported.get(made.field, (None, ()))
         shown[made.kind] = {str(getattr(each, made.key)): each for each in elements}
-    for verdict in verdicts:
+    for verdict in objects.verdicts:
         asked = verdict.wish
         mine = [shown[asked.kind].get(key) for key in verdict.keys]
         there = [each for each in mine if each is not None]
@@ -68,17 +84,17 @@ def of_objects(
                 percent=share,
                 bytes=size,
                 message=(verdict.message or ("" if ready else why))[:LONGEST_TEXT],
-                candidate=asked.key in candidates,
+                candidate=asked.key in objects.candidates,
                 requests=tuple(
                     kinds.RequestStatus(
                         verb=verb, value=one.value, state=one.state, message=one.message
                     )
-                    for verb, one in sorted(asked_of(asked.key).items())
+                    for verb, one in sorted(objects.asked_of(asked.key).items())
                 ),
             )
         )
-    known = {each.wish.key for each in verdicts}
-    for (kind, name), why in leaving.items():
+    known = {each.wish.key for each in objects.verdicts}
+    for (kind, name), why in objects.leaving.items():
         if (kind, name) in known:
             continue  # made anew meanwhile
         text = (f"deleted, and waits: {why}" if why else "deleted, and about to go")[:LONGEST_TEXT]
@@ -87,19 +103,14 @@ def of_objects(
     # than what the choice needs.
     found += [
         kinds.ObjectStatus(kind=asked.kind, name=asked.name, candidate=True)
-        for asked in sorted(candidates.values(), key=lambda each: (each.created, each.key))
+        for asked in sorted(objects.candidates.values(), key=lambda each: (each.created, each.key))
         if asked.key not in known
     ]
     return found[:MOST_ENTRIES]
 
 
-def left_out(
-    verdicts: Sequence[intent.Verdict],
-    leaving: Mapping[intent.Key, str],
-    candidates: Mapping[intent.Key, intent.Wish],
-) -> list[kit.findings.Finding]:
-    """What ``of_objects`` has no room for."""
-    wanted = len({each.wish.key for each in verdicts} | candidates.keys()) + len(leaving)
+def left_out(wanted: int) -> list[kit.findings.Finding]:
+    """Of so many objects, what ``of_objects`` has no room for."""
     if wanted <= MOST_ENTRIES:
         return []
     return [
@@ -139,30 +150,22 @@ def of_findings(
     return shown, kinds.FindingCounts(**counts)
 
 
-def status(
-    state: State,
-    verdicts: Sequence[intent.Verdict],
-    leaving: Mapping[intent.Key, str],
-    observed: str,
-    asked_of: Callable[[intent.Key], Mapping[str, requests.Asked]] = lambda _: {},
-    candidates: Mapping[intent.Key, intent.Wish] = MappingProxyType({}),
-) -> dict[str, Any]:
+def status(state: State, objects: Objects) -> dict[str, Any]:
     """All of the status but when it is written."""
     reported = reports(state)
     shown, counts = of_findings(state.findings.current())
     made = kinds.NodeStatus(
-        observed=observed,
+        observed=objects.observed,
         summary={field: report.brief(each) for field, (report, each) in reported.items()}
-        | {LEAVING: str(len(leaving))},
+        | {LEAVING: str(len(objects.leaving))},
         findings=shown,
         finding_counts=counts,
         versions=kinds.Versions(
             agent=importlib.metadata.version("nodeagent"), kernel=os.uname().release
         ),
     ).model_dump(mode="json", by_alias=True, exclude={"written", "objects"})
-    objects = of_objects(verdicts, leaving, reported, asked_of, candidates)
-    made["objects"] = [plain(each) for each in objects]
-    for field, (report, each) in reported.items():
+    made["objects"] = [plain(each) for each in of_objects(objects, reported)]
+    for name, (report, each) in reported.items():
         many = [one.model_dump(mode="json", by_alias=True) for one in each] if report.many else []
-        made[field] = many if report.many else each.model_dump(mode="json", by_alias=True)
+        made[name] = many if report.many else each.model_dump(mode="json", by_alias=True)
     return made

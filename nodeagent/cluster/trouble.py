@@ -1,29 +1,28 @@
-"""Trouble where people look: Events of the Node, and its conditions. Pure.
+"""Trouble where people look: Events of this Node and its conditions, as findings come and go.
 
 Each room says which condition its critical findings make True (``kit.room.Room.condition``).
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import kit.findings
+import kit.pause
+from kube import client, objects
 from nodeagent import rooms
-from nodeagent.cluster import storage
+from nodeagent.cluster import follow, storage
+from nodeagent.state import State
 
 CRITICAL = kit.findings.Severity.CRITICAL
 MOST_NAMED = 3
+LOOK_SECONDS = 5.0
+BEAT_SECONDS = 3600.0  # an unchanged condition is written again, in case somebody took it away
+MOST_PENDING = 50
 
 
-@dataclass(frozen=True)
-class Condition:
-    type: str
-    status: bool
-    reason: str
-    message: str
-
-
-def conditions(found: Mapping[str, Iterable[kit.findings.Finding]]) -> list[Condition]:
-    """``found``: by origin."""
+def conditions(found: Mapping[str, Iterable[kit.findings.Finding]]) -> list[objects.Condition]:
+    """``found``: by origin. Pure."""
     made = []
     for room in rooms.ROOMS:
         if room.condition is None:
@@ -38,13 +37,13 @@ def conditions(found: Mapping[str, Iterable[kit.findings.Finding]]) -> list[Cond
             if each.severity is CRITICAL
         ]
         if not bad:
-            made.append(Condition(kind, False, well, "no critical finding of the agent"))
+            made.append(objects.Condition(kind, False, well, "no critical finding of the agent"))
             continue
         bad.sort(key=lambda each: (each.since, each.id))
         texts = [f"{each.subject}: {each.message}" for each in bad[:MOST_NAMED]]
         more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
         text = ("; ".join(texts) + more)[: 2 * storage.LONGEST_TEXT]
-        made.append(Condition(kind, True, camel(bad[0].rule), text))
+        made.append(objects.Condition(kind, True, camel(bad[0].rule), text))
     return made
 
 
@@ -63,7 +62,7 @@ class Event:
 def events(
     before: Mapping[str, kit.findings.Finding], now: Mapping[str, kit.findings.Finding]
 ) -> list[Event]:
-    """What appeared and what cleared since, by the findings' ids; not what only informs."""
+    """What appeared and what cleared since, by the findings' ids; not what only informs. Pure."""
     info = kit.findings.Severity.INFO
     made = [
         Event(camel(each.rule), f"{each.subject}: {each.message}; {each.advice}", True)
@@ -76,3 +75,47 @@ def events(
         if id not in now and each.severity is CRITICAL
     ]
     return made
+
+
+class Teller:
+    """``server`` belongs to whoever made it."""
+
+    def __init__(self, follower: follow.Follower, server: client.ApiServer) -> None:
+        self._events = objects.Events(server, follower.name)
+        self._follower = follower
+        self._server = server
+        self._told: dict[str, kit.findings.Finding] = {}
+        self._pending: list[Event] = []
+        self._epoch = 0
+        self._conditions: dict[str, tuple[objects.Condition, float]] = {}
+
+    async def follow(self, state: State) -> None:
+        """Never ends."""
+        await client.repeat(
+            lambda: self._tell(state), LOOK_SECONDS, "trouble cannot be told to the cluster"
+        )
+
+    async def _tell(self, state: State) -> None:
+        node = self._follower.node.objects.get(self._follower.name)
+        if node is None:
+            return
+        if self._epoch != self._follower.epoch:
+            self._conditions.clear()
+            self._epoch = self._follower.epoch
+        for each in conditions(state.findings.by_origin()):
+            known, due = self._conditions.get(each.type, (None, 0.0))
+            if known == each and time.monotonic() < due:
+                continue
+            await objects.set_condition(self._server, self._follower.name, each)
+            due = time.monotonic() + kit.pause.jittered(BEAT_SECONDS)
+            self._conditions[each.type] = each, due
+        now = {each.id: each for each in state.findings.current()}
+        self._pending += events(self._told, now)
+        self._told = now
+        del self._pending[:-MOST_PENDING]
+        while self._pending:
+            event = self._pending[0]
+            await self._events.emit(
+                event.reason, event.message, warning=event.warning, uid=node["uid"]
+            )
+            del self._pending[0]

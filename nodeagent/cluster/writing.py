@@ -16,8 +16,8 @@ import structlog
 
 import kit.pause
 import kit.units
-from kube import client, leases, watching
-from nodeagent.cluster import follow, kinds, labels, rollup, storage, telling
+from kube import client, objects, watching
+from nodeagent.cluster import follow, kinds, labels, rollup, storage, trouble
 from nodeagent.state import State
 
 log = structlog.get_logger("cluster")
@@ -51,7 +51,7 @@ class Writer:
         self._written: dict[str, Any] = {}
         self._epoch = 0
         self._beat = 0.0
-        self._lease = leases.Lease(
+        self._lease = objects.Lease(
             self.server, follower.namespace, LEASE, follower.name, LEASE_SECONDS
         )
         self._rolled: dict[tuple[str, str], dict[str, Any]] = {}
@@ -71,10 +71,10 @@ class Writer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._report(state), name="NodeStorage")
                 tasks.create_task(self._lead(), name="roll-up")
-                labeller = labels.Labeller(self._follower, self.server)
-                tasks.create_task(labeller.follow(state), name="labels")
+                labeller = labels.Labeller(self._follower, self.server, state)
+                tasks.create_task(labeller.follow(), name="labels")
                 if self._follower.asked.conditions:
-                    teller = telling.Teller(self._follower, self.server)
+                    teller = trouble.Teller(self._follower, self.server)
                     tasks.create_task(teller.follow(state), name="trouble")
         finally:
             await self.server.close()
@@ -82,32 +82,23 @@ class Writer:
     # --- this node's object
 
     async def _report(self, state: State) -> None:
-        pauses = client.Pauses(self._interval)
-        while True:
-            pause = self._interval * random.uniform(1.0, 1.25)
-            try:
-                if self._follower.synced:
-                    await self._write(state)
-                pauses.reset()
-            except client.KubeError as error:
-                if not pauses.attempts:
-                    log.warning("NodeStorage cannot be written", why=str(error))
-                pause = pauses.after(error)
-            await asyncio.sleep(pause)
+        await client.repeat(
+            lambda: self._write(state), self._interval, "NodeStorage cannot be written"
+        )
 
     async def _write(self, state: State) -> None:
         follower = self._follower
-        candidates = follower.candidates  # looks through all objects
-        left_out = storage.left_out(follower.verdicts, follower.leaving, candidates)
-        state.findings.report(ORIGIN, left_out)
-        now = storage.status(
-            state,
+        if not follower.synced:
+            return
+        known = storage.Objects(
             follower.verdicts,
             follower.leaving,
-            follower.observed,
+            follower.candidates,
             follower.requests.of,
-            candidates,
+            follower.observed,
         )
+        state.findings.report(ORIGIN, storage.left_out(known.wanted))
+        now = storage.status(state, known)
         epoch = follower.epoch
         if now == self._written and epoch == self._epoch and time.monotonic() < self._beat:
             return
@@ -190,9 +181,9 @@ class Writer:
             self._rolled_epoch = self._follower.epoch
         left = MOST_AT_ONCE
         observed, now = self._follower.observed, time.time()
-        for kind, objects in self._follower.watches.items():
+        for kind, watched in self._follower.watches.items():
             plural = next(each.plural for _, each in kinds.intents() if each.kind == kind)
-            for asked in list(objects.objects.values()):
+            for asked in list(watched.objects.values()):
                 await asyncio.sleep(0)  # with many nodes each takes a while, and others want a turn
                 path = client.path_to(kinds.API, plural, asked.name)
                 about = f"{kind} {asked.name}"

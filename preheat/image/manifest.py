@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from preheat.image import hub
-
 # Where a blob's bytes come from: (offset) -> chunks up to its end.
 Blobs = Callable[[int], AsyncIterator[bytes]]
 # Reads a small blob by digest.
@@ -26,6 +24,13 @@ _REFERENCE = re.compile(
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?"
     r"(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
+# Docker Hub's names are part of the reference grammar and of docker's login files, not a choice of
+# ours; no other registry is named in this project.
+HUB = "docker.io"  # as runtimes write it
+HUB_INDEX = "index.docker.io"  # as docker writes it in older references and in login files
+HUB_SERVER = "registry-1.docker.io"  # what answers
+HUB_LOGIN_KEY = f"https://{HUB_INDEX}/v1/"  # docker's key of its login
+HUB_HOSTS = frozenset({HUB, HUB_INDEX})
 MOST_LAYERS = 1024
 # Of an index, a manifest or a config. A larger one is refused, wherever it comes from.
 LARGEST_DOCUMENT = 8 * 1024**2
@@ -94,9 +99,9 @@ def parse(text: str) -> Reference:
             f"{text[:100]!r} is not an image reference; write HOST/PATH:TAG or HOST/PATH@sha256:…"
         )
     host, path = match["host"], match["path"]
-    if host == hub.INDEX:
-        host = hub.NAME
-    if host == hub.NAME and "/" not in path:
+    if host == HUB_INDEX:
+        host = HUB
+    if host == HUB and "/" not in path:
         path = f"library/{path}"
     if not (host == "localhost" or "." in host or ":" in host):
         raise ValueError(

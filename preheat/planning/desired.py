@@ -15,35 +15,6 @@ from preheat import settings
 from preheat.image import manifest
 from preheat.runtimes import base
 
-
-class LocalTags:
-    """Since when the node has its present digest for each tag; Unix times.
-
-    A kubelet that pulls a moved tag knows the registry's answer before the next lookup does. From
-    then until that lookup the node's digest counts: it is what pods use.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[str, tuple[str, float]] = {}
-
-    def keep(self, refs: Iterable[str]) -> None:
-        """Forget all others."""
-        wanted = set(refs)
-        self._since = {ref: seen for ref, seen in self._since.items() if ref in wanted}
-
-    def saw(self, ref: str, digest: str, now: float) -> bool:
-        """Whether it is another digest than before. At first sight the registry is right."""
-        known = self._since.get(ref)
-        if known is None or known[0] != digest:
-            self._since[ref] = digest, 0.0 if known is None else now
-        return known is not None and known[0] != digest
-
-    def is_newer(self, ref: str, answered: float) -> bool:
-        """Whether the tag moved here after the registry answered; 0: no answer counts."""
-        known = self._since.get(ref)
-        return known is not None and known[1] > answered
-
-
 PRIVATE = (
     "private: it cannot be pulled without credentials, and once it is on the node any pod could "
     "run it; allow that with share_private"
@@ -188,7 +159,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
                 released="released" in states,
                 paused="paused" in states,
                 done="done" in states,
-                expired=expired.target.digest if expired and expired.target else "",
+                expired=expired.digest if expired else "",
                 expired_at=expired.created if expired else 0.0,
             )
     return found
@@ -197,7 +168,6 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
 def retained(
     section: settings.PreheatSettings,
     inventory: base.ImageInventory,
-    shapes: Mapping[str, manifest.Shape],
     requested: Mapping[str, Request],
 ) -> dict[str, Request]:
     """Requests for images that containers use now and nobody else asks for, by reference."""
@@ -205,10 +175,10 @@ def retained(
         return {}
     found: dict[str, Request] = {}
     covered = {inventory.digest_of(ref) for ref in requested}
-    released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
+    released = {hold.ref for hold in inventory.notes("released")}
     keep = f"for:{section.retain.duration:.0f}"
     for record in inventory.records:
-        shape = shapes.get(record.target.digest)
+        shape = inventory.shapes.get(record.target.digest)
         if shape is None or shape.image_id not in inventory.in_use:
             continue
         try:
@@ -235,8 +205,8 @@ def lingering(
     With ``retain`` that is an image whose last container ended; else the settings dropped it. One
     that an operator released is no longer kept.
     """
-    since = {hold.ref: hold.created for hold in _dropped(inventory)}
-    released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
+    since = {hold.ref: hold.created for hold in inventory.notes("dropped")}
+    released = {hold.ref for hold in inventory.notes("released")}
     found: dict[str, Request] = {}
     for hold in sorted(inventory.holds, key=lambda each: each.created):
         if hold.role == "note" or hold.by == "operator" or hold.ref in requested:
@@ -255,13 +225,9 @@ def lingering(
 
 def newly_dropped(inventory: base.ImageInventory, requested: Mapping[str, Request]) -> list[str]:
     """References of dropped images about which there is no note yet."""
-    noted = {hold.ref for hold in _dropped(inventory)}
+    noted = {hold.ref for hold in inventory.notes("dropped")}
     dropped = (each for each in requested.values() if each.dropped_until is not None)
     return [each.ref for each in dropped if each.ref not in noted]
-
-
-def _dropped(inventory: base.ImageInventory) -> list[base.Hold]:
-    return [hold for hold in inventory.held("note") if hold.state == "dropped"]
 
 
 def stale_notes(

@@ -53,7 +53,7 @@ def hurdle(facts: Facts, now: float) -> str:
         return "was pulled once and removed since; 'pin: never' does not fetch it again"
     # What the runtime lost cannot be healed, only pulled.
     healable = request.fetch == 0
-    if healable and any(hold.target and hold.target.digest == facts.digest for hold in facts.pins):
+    if healable and facts.digest in (hold.digest for hold in facts.pins):
         # A pull would bypass the limit of heals.
         return "removed from the runtime although pinned; waiting for the next heal"
     untold = lookup is not None and lookup.leaves_it_to_the_runtime
@@ -181,7 +181,6 @@ class Plan:
     waiting: tuple[str, ...] = ()
     skips: tuple[Skip, ...] = ()
     pause: str = ""
-    pinned_bytes: int = 0  # once the releases and pins are done
 
 
 class _Budget:
@@ -206,8 +205,10 @@ class _Budget:
     def holds(self, request: Request) -> bool:
         return any(p.ref == request.ref and p.digest == request.digest for p in self.pins.values())
 
-    def still_retained(self) -> tuple[str, ...]:
-        return tuple(hold for hold in self.retained if hold in self.pins)
+    def plan(self, skips: Iterable[Skip], pause: str = "") -> Plan:
+        """What it released and retained, and nothing to add."""
+        retained = tuple(hold for hold in self.retained if hold in self.pins)
+        return Plan(tuple(self.releases), retained, skips=tuple(skips), pause=pause)
 
     def weakest(self) -> list[Pinned]:
         return sorted(self.pins.values(), key=lambda pin: (pin.rank, pin.ref, pin.digest))
@@ -246,17 +247,7 @@ def decide(
             budget.reserved[request.ref] = request.parts
     while budget.bytes() > node.pin_budget and budget.pins:
         budget.release(budget.weakest()[0], Reason.PIN_BUDGET, "the pin budget is exceeded")
-    skips: list[Skip] = []
-    pins, pulls, waiting = _additions(node, budget, ranked, slots, skips)
-    return Plan(
-        releases=tuple(budget.releases),
-        retained=budget.still_retained(),
-        pins=tuple(pins),
-        pulls=tuple(pulls),
-        waiting=tuple(waiting),
-        skips=tuple(skips),
-        pinned_bytes=budget.bytes(),
-    )
+    return _with_additions(node, budget, ranked, slots)
 
 
 def _ranked(pinned: Iterable[Pinned], requests: Iterable[Request]) -> Iterator[Pinned]:
@@ -303,18 +294,9 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
     text = f"the disk is {100 * node.used / max(1, node.capacity):.0f} % full"
     if node.lacks_inodes:
         text = f"the disk has {100 * node.inodes_free:.0f} % of its inodes free"
-    skips = [
-        Skip(each.ref, Reason.PRESSURE, text, each.need, node.room)
-        for each in requests
-        if not each.present
-    ]
-    return Plan(
-        releases=tuple(budget.releases),
-        retained=budget.still_retained(),
-        skips=tuple(skips),
-        pause=text,
-        pinned_bytes=budget.bytes(),
-    )
+    absent = [each for each in requests if not each.present]
+    skips = [Skip(each.ref, Reason.PRESSURE, text, each.need, node.room) for each in absent]
+    return budget.plan(skips, pause=text)
 
 
 def _over_budget(budget: _Budget, request: Request) -> Skip:
@@ -325,10 +307,8 @@ def _over_budget(budget: _Budget, request: Request) -> Skip:
     return Skip(request.ref, Reason.PIN_BUDGET, text, need, free)
 
 
-def _additions(
-    node: Node, budget: _Budget, ranked: list[Request], slots: int, skips: list[Skip]
-) -> tuple[list[str], list[str], list[str]]:
-    """What to pin now, what to pull now and what waits for a slot.
+def _with_additions(node: Node, budget: _Budget, ranked: list[Request], slots: int) -> Plan:
+    """The plan with what to pin now, what to pull now and what waits for a slot.
 
     Pins and pulls go by rank together. Pins before all pulls would let a new pin of low rank stay
     while a better one is released for a pull, and the next plan would turn that round.
@@ -336,6 +316,7 @@ def _additions(
     pins: list[str] = []
     pulls: list[str] = []
     waiting: list[str] = []
+    skips: list[Skip] = []
     slots -= sum(each.running for each in ranked)
     room = node.room - sum(each.need for each in ranked if each.running)
     for each in ranked:
@@ -367,4 +348,6 @@ def _additions(
             room -= each.need
             if each.pins:
                 budget.reserved[each.ref] = each.parts
-    return pins, pulls, waiting
+    return dataclasses.replace(
+        budget.plan(skips), pins=tuple(pins), pulls=tuple(pulls), waiting=tuple(waiting)
+    )

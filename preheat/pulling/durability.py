@@ -33,13 +33,19 @@ from preheat.image import manifest
 from preheat.registry import resolver
 from preheat.runtimes import base, containerd
 
-# Which unpacked layers are doubted: kept in ``state_dir`` with the boot that they were found in.
-#
-# Small, because a child process imports it to write the file.
+log = structlog.get_logger("preheat")
 
 STATE = "preheat-boot.json"  # in the state directory
 FORMAT = 1
 LOST = "lost"  # no boot has this id
+REASON = "the node went down before its layers were known to be durable; they are unpacked again"
+SAVE_SECONDS = 15.0
+SYNC_SECONDS = 600.0
+# Several pulls that end one after the other make one sync.
+SYNC_EVERY_SECONDS = 30.0
+UNPACK_SECONDS = 3600.0  # for one layer
+RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
+_ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -77,30 +83,6 @@ def _kept(fields: dict[str, Any]) -> Kept:
     return Kept(boot, frozenset(doubted))
 
 
-def save(path: str, boot: str, doubted: list[str]) -> None:
-    """Replace the file durably. In a child process: the disk may hang. OSError."""
-    kit.formats.save(path, {"boot": boot, "doubted": doubted}, FORMAT)
-
-
-log = structlog.get_logger("preheat")
-
-REASON = "the node went down before its layers were known to be durable; they are unpacked again"
-SAVE_SECONDS = 15.0
-SYNC_SECONDS = 600.0
-# Several pulls that end one after the other make one sync.
-SYNC_EVERY_SECONDS = 30.0
-UNPACK_SECONDS = 3600.0  # for one layer
-RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
-_ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
-
-
-@dataclass
-class Counts:
-    syncs: int = 0
-    syncs_failed: int = 0
-    unpacked_again: int = 0  # images
-
-
 # Image by top digest: its reference and what it consists of.
 Images = Mapping[str, tuple[str, manifest.Shape]]
 
@@ -115,17 +97,16 @@ class DurabilityTrouble:
     text: str
 
 
-def loose_layers(
-    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape]
-) -> frozenset[str]:
+def loose_layers(inventory: base.ImageInventory) -> frozenset[str]:
     """Layers not known to be durable, without those of images that only others pulled. Pure."""
-    ours = {hold.target.digest for hold in inventory.held("pin") if hold.target is not None}
+    ours = {hold.digest for hold in inventory.held("pin")}
     for hold in inventory.holds:  # pulled, and not pinned yet or not at all
         if hold.role == "pull" or hold.state == "done":
             ours.add(inventory.digest_of(hold.ref))
     by_name = {record.target.digest for record in inventory.records}
     chains = {
-        digest: frozenset(layer.chain_id for layer in s.layers) for digest, s in shapes.items()
+        digest: frozenset(layer.chain_id for layer in shape.layers)
+        for digest, shape in inventory.shapes.items()
     }
     mine = frozenset[str]().union(*(chains[each] for each in ours & chains.keys()))
     others = frozenset[str]().union(*(chains[each] for each in (by_name - ours) & chains.keys()))
@@ -143,35 +124,29 @@ class Durability:
     def __init__(
         self,
         runtime: containerd.Containerd,
-        path: Path | None,
+        path: Path,
         wake: Callable[[], None],
         cycle: asyncio.Lock,
     ) -> None:
-        """``path``: of the file; None keeps nothing. ``cycle``: held by each cycle."""
+        """``path``: of the file. ``cycle``: held by each cycle."""
         self._runtime = runtime
         self._path = path
         self._wake = wake
         self._cycle = cycle
-        self._kept: Kept | None = None
-        self._saved = Kept()
+        self._kept = Kept()
+        self._saved: Kept | None = None  # what the file has; not read yet
         self._task: asyncio.Task[None] | None = None
         self._sync_at = 0.0  # monotonic time
-        self.counts = Counts()
+        self.unpacked_again = 0  # images
         self.unconfirmed = 0  # layers of requested images
         self.troubles: dict[str, DurabilityTrouble] = {}  # by reference
 
-    async def look(
-        self,
-        inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
-    ) -> None:
+    async def look(self, inventory: base.ImageInventory) -> None:
         """Before the requests are measured. HostError when a newer agent wrote the file."""
-        if self._path is None:
-            return
-        if self._kept is None:
-            self._saved = await asyncio.to_thread(load, self._path)
-            loose = loose_layers(inventory, shapes)
-            self._kept = begun(self._saved, procfs.boot_id(), loose)
+        if self._saved is None:
+            saved = await asyncio.to_thread(load, self._path)
+            self._kept = begun(saved, procfs.boot_id(), loose_layers(inventory))
+            self._saved = saved
             if self._kept.doubted:
                 log.warning(
                     "the node went down before layers were durable", layers=len(self._kept.doubted)
@@ -183,33 +158,29 @@ class Durability:
 
     def doubted(self, shape: manifest.Shape) -> frozenset[str]:
         """Layers of the image that must be unpacked again."""
-        if self._kept is None or not self._kept.doubted:
-            return frozenset()
         return self._kept.doubted & {layer.chain_id for layer in shape.layers}
 
     def tend(
         self,
         refs: Iterable[str],
         inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
         lookups: resolver.Resolver,
         pressed: bool,
     ) -> None:
         """``refs``: what is requested. Begins what is to be done, if anything."""
-        if self._kept is None or (self._task is not None and not self._task.done()):
+        if self._task is not None and not self._task.done():
             return
         images: dict[str, tuple[str, manifest.Shape]] = {}
         for ref in refs:
             lookup = lookups.of(ref)
             # What the tag names here, and what is pulled or half-pulled for it.
             looked_up = lookup.shape if lookup is not None else None
-            for shape in (shapes.get(inventory.digest_of(ref)), looked_up):
+            for shape in (inventory.shapes.get(inventory.digest_of(ref)), looked_up):
                 if shape is not None:
                     images[shape.top.digest] = ref, shape
         self._begin(images, inventory, pressed)
 
     def _begin(self, images: Images, inventory: base.ImageInventory, pressed: bool) -> None:
-        assert self._kept is not None
         now = time.monotonic()
         doubtful = {digest: each for digest, each in images.items() if self.doubted(each[1])}
         self.troubles = {d: each for d, each in self.troubles.items() if d in doubtful}
@@ -249,7 +220,7 @@ class Durability:
         if not which:  # an image with the same layers came first
             return True
         try:
-            await self._runtime.unpack_again(shape.layers, which, UNPACK_SECONDS)
+            await self._runtime.layers.again(shape.layers, which, UNPACK_SECONDS)
         except _ERRORS as error:
             attempts = self.troubles[digest].attempts + 1 if digest in self.troubles else 1
             wait = kit.pause.grown(attempts, RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS)
@@ -257,13 +228,12 @@ class Durability:
             self.troubles[digest] = DurabilityTrouble(ref, attempts, retry_at, text)
             log.warning("layers could not be unpacked again", image=ref, error=text)
             return False
-        assert self._kept is not None
         # Not while a cycle works with what it read before: it would take the layers that are gone
         # for sound ones, and call the image ready.
         async with self._cycle:
             self._kept = replace(self._kept, doubted=self._kept.doubted - which)
         self.troubles.pop(digest, None)
-        self.counts.unpacked_again += 1
+        self.unpacked_again += 1
         log.warning("layers unpacked again", image=ref, layers=len(which))
         return True
 
@@ -271,21 +241,21 @@ class Durability:
         self._sync_at = time.monotonic() + SYNC_EVERY_SECONDS
         try:
             await kit.child.call(syscalls.syncfs, images_path, deadline=SYNC_SECONDS)
-            await self._runtime.note_durable(sorted(layers))
+            await self._runtime.layers.note(sorted(layers), durable=True)
         except _ERRORS as error:
-            self.counts.syncs_failed += 1
             log.warning("layers are not known to be durable", error=str(error))
             return False
-        self.counts.syncs += 1
         return True
 
     async def _save(self) -> None:
         kept = self._kept
-        if kept is None or kept == self._saved or self._path is None:
+        if kept == self._saved:
             return
-        arguments = (str(self._path), kept.boot, sorted(kept.doubted))
+        fields = {"boot": kept.boot, "doubted": sorted(kept.doubted)}
         try:
-            await kit.child.call(save, *arguments, deadline=SAVE_SECONDS)
+            await kit.child.call(
+                kit.formats.save, str(self._path), fields, FORMAT, deadline=SAVE_SECONDS
+            )
         except _ERRORS as error:  # tried again with the next cycle
             log.warning("doubted layers cannot be noted", error=str(error))
         else:

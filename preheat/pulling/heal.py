@@ -55,10 +55,6 @@ class _Past:
     logged: float = -LOG_EVERY_SECONDS
 
 
-def _digest(hold: base.Hold) -> str:
-    return hold.target.digest if hold.target is not None else ""
-
-
 class Healer:
     """Knows every pin by the names of its records, and what these names were last seen to mean."""
 
@@ -111,7 +107,7 @@ class Healer:
             self._means = {
                 name: digest
                 for name, digest in self._means.items()
-                if not any(_digest(hold) == digest for hold in self._by_name.get(name, ()))
+                if not any(hold.digest == digest for hold in self._by_name.get(name, ()))
             }
 
     def forget(self, hold: base.Hold) -> None:
@@ -132,11 +128,10 @@ class Healer:
 
     def restores(self, hold: base.Hold, name: str) -> bool:
         """Whether a heal of this pin may write ``name`` when it is missing."""
-        digest = _digest(hold)
-        if manifest.is_digest(name) or name.endswith(f"@{digest}"):
+        if manifest.is_digest(name) or name.endswith(f"@{hold.digest}"):
             return True
         means = self._means.get(name)
-        return means == digest or (means is None and name == hold.ref)
+        return means == hold.digest or (means is None and name == hold.ref)
 
     def _owner(self, name: str) -> base.Hold | None:
         """The newest pin that may restore ``name``."""
@@ -179,7 +174,7 @@ class Healer:
         """Heal everything that is missing from the inventory."""
         names = {record.name for record in inventory.records}
         for hold in self._pins.values():
-            if hold.target is not None and hold.target.digest not in inventory.content:
+            if hold.digest not in inventory.content:
                 continue  # records alone would be an image that does not work
             if not names.issuperset(self._names(hold)):
                 await self._heal(hold)
@@ -214,7 +209,7 @@ class Healer:
         if is_new and healed:
             past.starts.append(now)
             self.counts.heals += 1
-            self.counts.saved_bytes += self.sizes.get(_digest(hold), 0)
+            self.counts.saved_bytes += self.sizes.get(hold.digest, 0)
             if now - past.logged >= LOG_EVERY_SECONDS:
                 past.logged = now
                 log.warning("removed pinned image healed", image=hold.ref, in_hour=len(past.starts))

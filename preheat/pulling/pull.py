@@ -1,4 +1,4 @@
-"""One pull: under a containerd lease, watched, limited, resumable; pinned before its lease ends.
+"""Pulls: each under a containerd lease, watched, limited, resumable; pinned before its lease ends.
 
 The runtime downloads and unpacks. Under a rate limit the agent fetches layers itself and writes
 them into the runtime's store first; so it does with those that it had begun.
@@ -11,13 +11,14 @@ once); when corrupt, the hold without the half-fetched layers.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
+    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -27,10 +28,11 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from kit.pause import Bucket
 from preheat import settings
 from preheat.image import manifest
 from preheat.planning import desired
-from preheat.pulling import limiter
+from preheat.pulling import heal
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver
 from preheat.registry.failure import Kind, PullError
@@ -40,19 +42,85 @@ log = structlog.get_logger("preheat")
 
 POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
+# After so many failed pulls of an image look-ups find out when the registry is back.
+PROBED_AFTER = 3
+# A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
+BURST_SECONDS = 0.25
 
 
-@dataclass
 class PullProgress:
-    """What a running pull shows; bytes are compressed, as they are fetched."""
+    """What a running pull shows; bytes are compressed, as they are fetched.
 
-    began_with: int  # bytes that the node had when the pull started
-    bytes_total: int
-    bytes_done: int = 0
-    phase: str = "fetching"  # fetching, unpacking, pinning
-    layers: dict[str, tuple[int, int]] = field(default_factory=dict)  # digest -> done, total
-    layers_unpacked: int = 0
-    started: float = field(default_factory=time.time)
+    ``shape``: None when only the runtime knows what it pulls. ``fetch``: bytes that the node lacks.
+    """
+
+    def __init__(self, shape: manifest.Shape | None, fetch: int) -> None:
+        self._shape = shape
+        self.bytes_total = 0 if shape is None else shape.bytes_total
+        self.began_with = max(0, self.bytes_total - fetch)
+        self.bytes_done = 0
+        self.phase = "fetching"  # fetching, unpacking, pinning
+        layers = () if shape is None else shape.layers
+        self.layers = {layer.digest: (0, layer.size) for layer in layers}  # done, total
+        self.layers_unpacked = 0
+        self.started = time.time()
+        self.seen: dict[str, int] = {}  # bytes of layers that nobody told us of
+        self.foreign: set[str] = set()  # layers that the runtime fetches for somebody else
+        self.mounted = 0  # bytes of layers that count as here and were not fetched
+        self._theirs: dict[str, int] = {}
+
+    def note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
+        """Without a lookup the layers are those that the runtime is seen to fetch."""
+        for digest, ingest in ingests.items():
+            self.seen[digest] = max(self.seen.get(digest, 0), ingest.offset)
+        self.bytes_done = sum(self.seen.values())
+        self.phase = "unpacking" if self.seen and not ingests else "fetching"
+
+    def note_layers(self, states: Mapping[str, base.LayerState]) -> None:
+        assert self._shape is not None
+        for layer in self._shape.layers:
+            state = states[layer.digest]
+            self.layers[layer.digest] = (min(state.here, layer.size), layer.size)
+            if state.theirs is not None:
+                # It grows while we write the same layer: somebody waits for it.
+                known = self._theirs.get(layer.digest, state.theirs)
+                if state.theirs > known or state.theirs == layer.size:
+                    self.foreign.add(layer.digest)
+                self._theirs[layer.digest] = state.theirs
+        self.mounted = sum(s.size for s in self._shape.layers if states[s.digest].remote)
+        here = sum(done for done, _ in self.layers.values())
+        complete = here == sum(total for _, total in self.layers.values())
+        documents = self.bytes_total - sum(layer.size for layer in self._shape.layers)
+        self.layers_unpacked = sum(state.unpacked for state in states.values())
+        self.phase = "unpacking" if complete else "fetching"
+        self.bytes_done = min(self.bytes_total, here + (documents if complete else 0))
+
+    def pulled(self) -> None:
+        self.bytes_done = max(self.bytes_total, self.bytes_done)
+        self.phase = "pinning"
+
+
+class Limiter:
+    """A limit in bytes per second that all downloads of the agent share. ``rate`` may change."""
+
+    def __init__(self, rate: float | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._bucket: Bucket | None = None
+        self.rate = rate
+
+    @property
+    def rate(self) -> float | None:
+        return self._bucket.rate if self._bucket else None
+
+    @rate.setter
+    def rate(self, rate: float | None) -> None:
+        if rate != self.rate:
+            self._bucket = Bucket(rate, rate * BURST_SECONDS, self._clock) if rate else None
+
+    async def take(self, size: int) -> None:
+        """Wait until ``size`` bytes may flow."""
+        if self._bucket and (wait := self._bucket.owe(size)):
+            await asyncio.sleep(wait)
 
 
 class Writers:
@@ -89,64 +157,36 @@ class _Foreign(Exception):
 class Puller:
     """Pulls one requested image as its lookup describes it. ``run`` may be cancelled anywhere."""
 
-    def __init__(
-        self,
-        runtime: containerd.Containerd,
-        client: registry.Registry,
-        limit: limiter.Limiter,
-        writers: Writers,
-        section: settings.PreheatSettings,
-        request: desired.Request,
-        lookup: resolver.Lookup,
-        find: Callable[[bool], Awaitable[credentials.Found]],
-    ) -> None:
-        self._runtime = runtime
-        self._client = client
-        self._limit = limit
-        self._writers = writers
-        self._section = section
+    def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
+        lookup = pulls.lookups.of(request.ref)
+        assert lookup is not None
+        self._pulls = pulls
+        self._runtime, self._section = pulls.runtime, pulls.section
         self._request = request
         self._ref = lookup.ref
         self._shape = lookup.shape  # the lookup changes when the tag moves, this pull does not
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
-        self._find_logins = find
-        layers = self._shape.layers if self._shape is not None else ()
-        total = self._shape.bytes_total if self._shape is not None else 0
-        self.progress = PullProgress(
-            began_with=max(0, total - request.fetch),
-            bytes_total=total,
-            layers={layer.digest: (0, layer.size) for layer in layers},
-        )
-        self._seen: dict[str, int] = {}  # bytes of layers that nobody told us of
-        self._theirs: dict[str, int] = {}
-        self._foreign: set[str] = set()
-        self._mounted = 0  # bytes of layers that count as here and were not fetched
-        self.fetched = 0  # bytes that this pull brought
-        self._before = 0
+        self._layers = () if self._shape is None else self._shape.layers
+        self.progress = PullProgress(self._shape, request.fetch)
+        self._before: int | None = None  # bytes that were here when it began to fetch
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
         hold = await self._begin()
-        before: int | None = None
         try:
             await self._update_progress()
-            before = self._before = self.progress.bytes_done
-            with self._writers.demand(self._shape.layers if self._shape is not None else ()):
+            self._before = self.progress.bytes_done
+            with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
             await self._update_progress()
-            self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
-            self.progress.phase = "pinning"
+            self.progress.pulled()
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
             raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
-        finally:  # an attempt that failed or was cancelled has fetched, too
-            if before is not None:
-                done = self.progress.bytes_done - self._mounted
-                self.fetched = max(0, done - before)
         await self._end(hold)
         return pin
 
@@ -158,14 +198,20 @@ class Puller:
     @property
     def moved(self) -> bool:
         """Whether this attempt brought bytes that stay."""
-        return self.progress.bytes_done > self._before
+        return self.progress.bytes_done > (self._before or 0)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that it brought; an attempt that failed or was cancelled has fetched, too."""
+        if self._before is None:
+            return 0
+        return max(0, self.progress.bytes_done - self.progress.mounted - self._before)
 
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
-            id="",
-            role="pull",
-            ref=self._ref.text,
-            by=self._request.by,
+            "pull",
+            self._ref.text,
+            self._request.by,
             keep=self._request.keep,
             expires=time.time() + self._section.partial_keep,
         )
@@ -190,22 +236,21 @@ class Puller:
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
-                layers = self._shape.layers if self._shape is not None else ()
-                digests = frozenset(layer.digest for layer in layers) | self._seen.keys()
-                await self._runtime.drop_partials(digests)
+                digests = frozenset(self.progress.layers) | self.progress.seen.keys()
+                await self._runtime.content.drop_partials(digests)
         return error
 
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
         """Fetch layers ourselves: under a limit, and those begun so."""
-        if self._shape is None or not self._runtime.unpacks:
+        if self._shape is None or not self._runtime.layers.unpacks:
             return
         inventory = await self._runtime.inventory()
         layers = [
             layer
             for layer in estimate.missing(self._shape, inventory)
-            if self._limit.rate
+            if self._pulls.limit.rate
             or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
         ]
         if not layers:
@@ -214,7 +259,7 @@ class Puller:
         slots = asyncio.Semaphore(INGESTS_AT_ONCE)
         try:
             async with asyncio.TaskGroup() as group:
-                for layer in self._writers.by_demand(layers):
+                for layer in self._pulls.writers.by_demand(layers):
                     group.create_task(self._layer(layer, hold, slots))
         except* (PullError, base.RuntimeCallError) as errors:
             raise errors.exceptions[0] from None
@@ -225,36 +270,38 @@ class Puller:
     async def _layer(
         self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
     ) -> None:
-        async with slots, self._writers.of(layer.digest):
+        async with slots, self._pulls.writers.of(layer.digest):
             try:
-                await self._runtime.write(
+                await self._runtime.content.write(
                     layer.digest,
                     layer.size,
                     lambda offset: self._source(layer, offset),
                     hold,
-                    (self._ref.host, self._ref.path),
+                    self._ref,
                 )
             except _Foreign:
-                await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)
+                await self._runtime.content.drop_partials(frozenset({layer.digest}), ours_only=True)
 
     async def _find(self, fresh: bool) -> credentials.Found:
         """The logins of this moment: a pull takes hours, and logins expire."""
-        return await self._find_logins(fresh) if self._secret else credentials.Found()
+        if not self._secret:
+            return credentials.Found()
+        return await self._pulls.lookups.logins(self._ref, fresh=fresh)
 
     async def _source(self, layer: manifest.Layer, offset: int) -> AsyncIterator[bytes]:
         async def start(
             login: base.Login | None,
         ) -> tuple[AsyncGenerator[bytes, None], bytes | None]:
-            stream = self._client.blob(self._ref, layer.digest, offset, login)
+            stream = self._pulls.client.blob(self._ref, layer.digest, offset, login)
             return stream, await self._next(stream)
 
         (stream, chunk), _ = await credentials.attempt(self._find, start)
         async with contextlib.aclosing(stream):
             while chunk is not None:
-                if layer.digest in self._foreign:
+                if layer.digest in self.progress.foreign:
                     raise _Foreign
                 # An empty chunk is one that the registry sent although it is here already.
-                await self._limit.take(len(chunk) or registry.CHUNK)
+                await self._pulls.limit.take(len(chunk) or registry.CHUNK)
                 yield chunk
                 chunk = await self._next(stream)
 
@@ -286,7 +333,7 @@ class Puller:
         """PullImage; cancelled when it makes no progress, so that a new attempt can begin."""
         deadline = self._section.attempt_timeout
         pull = asyncio.create_task(
-            self._runtime.pull(self._ref.text, login, hold, deadline), name="PullImage"
+            self._runtime.cri.pull(self._ref.text, login, hold.id, deadline), name="PullImage"
         )
         try:
             last, since = self.progress.bytes_done, time.monotonic()
@@ -315,45 +362,15 @@ class Puller:
         """A runtime that does not answer is asked again soon."""
         try:
             if self._shape is None:
-                self._note_ingests(await self._runtime.ingests())
-                return
-            states = await self._runtime.progress(self._shape.layers)
+                self.progress.note_ingests(await self._runtime.content.ingests())
+            else:
+                self.progress.note_layers(await self._runtime.progress(self._layers))
         except base.RuntimeCallError:
             return
-        if states:
-            self._note_layers(self._shape, states)
-
-    def _note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
-        """Without a lookup the layers are those that the runtime is seen to fetch."""
-        for digest, ingest in ingests.items():
-            self._seen[digest] = max(self._seen.get(digest, 0), ingest.offset)
-        self.progress.bytes_done = sum(self._seen.values())
-        self.progress.phase = "unpacking" if self._seen and not ingests else "fetching"
-
-    def _note_layers(self, shape: manifest.Shape, states: Mapping[str, base.LayerState]) -> None:
-        progress = self.progress
-        for layer in shape.layers:
-            state = states[layer.digest]
-            progress.layers[layer.digest] = (min(state.here, layer.size), layer.size)
-            if state.theirs is not None:
-                # It grows while we write the same layer: somebody waits for it.
-                known = self._theirs.get(layer.digest, state.theirs)
-                if state.theirs > known or state.theirs == layer.size:
-                    self._foreign.add(layer.digest)
-                self._theirs[layer.digest] = state.theirs
-        self._mounted = sum(s.size for s in shape.layers if states[s.digest].remote)
-        here = sum(done for done, _ in progress.layers.values())
-        everything = sum(total for _, total in progress.layers.values())
-        complete = here == everything
-        documents = progress.bytes_total - sum(layer.size for layer in shape.layers)
-        progress.layers_unpacked = sum(state.unpacked for state in states.values())
-        progress.phase = "unpacking" if complete else "fetching"
-        progress.bytes_done = min(progress.bytes_total, here + (documents if complete else 0))
 
     # --- afterwards -------------------------------------------------------------------------------
 
     async def _pin(self, image_id: str) -> base.Hold | None:
-        self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
         if self._request.keep == "never":
             return None
         # The tag may have moved since the lookup: pin what the runtime has for it now.
@@ -365,15 +382,23 @@ class Puller:
             raise PullError(self._ref.text, Kind.RUNTIME, text)
         return await self._runtime.pin(
             base.Hold(
-                id="",
-                role="pin",
-                ref=self._ref.text,
-                by=self._request.by,
-                target=target,
+                "pin",
+                self._ref.text,
+                self._request.by,
+                target,
                 image_id=image_id if manifest.is_digest(image_id) else "",
                 keep=self._request.keep,
             )
         )
+
+
+@dataclass
+class Totals:
+    """Counters since the start of the agent."""
+
+    pulls: int = 0
+    fetched_bytes: int = 0
+    failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
 
 
 @dataclass(frozen=True)
@@ -382,3 +407,137 @@ class Running:
 
     progress: PullProgress
     task: asyncio.Task[None]
+
+
+class Pulls:
+    """The pulls in progress, and how those before them ended."""
+
+    def __init__(
+        self,
+        runtime: containerd.Containerd,
+        client: registry.Registry,
+        lookups: resolver.Resolver,
+        healer: heal.Healer,
+        wake: Callable[[], None],
+    ) -> None:
+        self.runtime = runtime
+        self.client = client
+        self.lookups = lookups
+        self.limit = Limiter(self.section.bytes_per_second)
+        self.writers = Writers()
+        self.totals = Totals()
+        self.running: dict[str, Running] = {}
+        self.failures: dict[str, failure.PullFailure] = {}
+        # Those that ended well, and were not yet seen as an image; monotonic times of their ends.
+        self.unseen: dict[str, float] = {}
+        self._healer = healer
+        self._wake = wake
+
+    @property
+    def section(self) -> settings.PreheatSettings:
+        return self.lookups.turns.section
+
+    def keep(self, refs: Collection[str]) -> None:
+        """Forget what is not requested any more, and failures of what a tag named before."""
+        self.failures = {
+            ref: each
+            for ref, each in self.failures.items()
+            if ref in refs and each.concerns(self.lookups.digest(ref))
+        }
+        self.unseen = {ref: at for ref, at in self.unseen.items() if ref in refs}
+
+    def look_for(self, ref: str, inventory: base.ImageInventory, present: bool, why: str) -> None:
+        """A pull that ended well and brought no image waits like one that failed: else the next
+        would follow at once, for ever."""
+        known = self.failures.get(ref)
+        if present:
+            self.unseen.pop(ref, None)
+            if known is not None and known.kind is Kind.INCOMPLETE:
+                del self.failures[ref]
+        elif ref not in self.running and self.unseen.get(ref, math.inf) < inventory.asked:
+            del self.unseen[ref]
+            attempts = known.attempts + 1 if known is not None else 1
+            error = PullError(
+                ref, Kind.INCOMPLETE, f"the runtime says that it pulled it, but {why}"
+            )
+            log.warning("pull brought no image", image=ref, error=str(error))
+            self._failed(ref, error, attempts, self.lookups.digest(ref))
+            self._wake_for_retry(ref)
+
+    def again(self, ref: str) -> None:
+        """Forget how it failed, and look it up when its turn comes."""
+        self.failures.pop(ref, None)
+        self.lookups.again(ref)
+
+    def hurry(self, ref: str) -> None:
+        """An operator asks for it: nothing waits for its turn."""
+        self.lookups.turns.hurry(ref)
+        self.again(ref)
+
+    def start(self, request: desired.Request) -> None:
+        puller = Puller(self, request)
+        task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
+        self.running[request.ref] = Running(puller.progress, task)
+        log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
+
+    async def _run(self, request: desired.Request, puller: Puller) -> None:
+        ref = request.ref
+        try:
+            pin = await puller.run()
+            if pin is not None:
+                self._healer.remember(pin)
+            elif request.by == "policy":
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.runtime.begin(base.Hold("note", ref, "policy", state="done"))
+            known = self.failures.get(ref)
+            if known is not None and known.kind is not Kind.INCOMPLETE:  # that is not known yet
+                del self.failures[ref]
+            self.unseen[ref] = time.monotonic()
+            self.lookups.turns.answered(ref, time.time())
+            self.totals.pulls += 1
+            log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
+        except PullError as error:
+            known = self.failures.get(ref)
+            # Waits grow while nothing comes; a registry that breaks off brings something each time.
+            moved = error.kind is Kind.NETWORK and puller.moved
+            attempts = 1 if known is None or moved else known.attempts + 1
+            self._failed(ref, error, attempts, puller.digest)
+            log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
+            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
+                self.lookups.probe(ref)  # the tag or the login may have changed
+            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+                self.lookups.probe(ref)
+        except Exception as error:  # a bug must not become a loop of pulls
+            log.exception("pull failed unexpectedly", image=ref)
+            text = f"{type(error).__name__}, see the agent's log"
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text, final=True), 1, puller.digest)
+        finally:
+            self.totals.fetched_bytes += puller.fetched
+            self.running.pop(ref, None)
+            self._wake_for_retry(ref)
+            self._wake()
+
+    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+        found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
+        self.failures[ref] = dataclasses.replace(found, digest=digest)
+        self.totals.failed[error.kind.value] += 1
+
+    def _wake_for_retry(self, ref: str) -> None:
+        failed = self.failures.get(ref)
+        if failed is not None and failed.retry_at is not None:
+            wait = max(0.0, failed.retry_at - time.time())
+            asyncio.get_running_loop().call_later(wait + 0.01, self._wake)
+
+    async def halt(self, ref: str) -> None:
+        """Cancel a running pull; its hold keeps the bytes."""
+        running = self.running.get(ref)
+        if running is not None:
+            running.task.cancel()
+            await asyncio.gather(running.task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        tasks = [each.task for each in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.client.close()

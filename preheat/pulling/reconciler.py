@@ -12,7 +12,6 @@ is in the runtime's holds, where the next agent finds it.
 import asyncio
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,13 +22,11 @@ import structlog
 import kit.errors
 import kit.pause
 from preheat import settings
-from preheat.image import manifest
-from preheat.planning import desired, disk, pins, plan
+from preheat.planning import desired, plan, stock
 from preheat.planning.desired import Request
-from preheat.pulling import durability, heal, limiter, pull
+from preheat.pulling import durability, heal, pull
 from preheat.registry import client as registry
-from preheat.registry import credentials, estimate, failure, resolver, schedule
-from preheat.registry.failure import Kind, PullError
+from preheat.registry import credentials, estimate, resolver, schedule
 from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
@@ -37,19 +34,8 @@ log = structlog.get_logger("preheat")
 CYCLE_SECONDS = 15.0
 # Changes that come together make one cycle.
 SETTLE_SECONDS = 0.05
-# After so many failed pulls of an image look-ups find out when the registry is back.
-PROBED_AFTER = 3
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
 PRESSURE_KNOWN_SECONDS = 1.0
-
-
-@dataclass
-class Totals:
-    """Counters since the start of the agent."""
-
-    pulls: int = 0
-    fetched_bytes: int = 0
-    failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,6 @@ class Snapshot:
     inventory: base.ImageInventory = field(default_factory=base.ImageInventory)
     requests: Mapping[str, Request] = field(default_factory=dict)
     pinned: tuple[plan.Pinned, ...] = ()
-    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
     decided: plan.Plan = field(default_factory=plan.Plan)
     node: plan.Node | None = None
     shared: tuple[estimate.Reuse, ...] = ()
@@ -72,30 +57,21 @@ class Reconciler:
         runtime: containerd.Containerd,
         section: settings.PreheatSettings,
         client: registry.Registry,
-        boot_file: Path | None = None,
+        boot_file: Path,
     ) -> None:
         self.runtime = runtime
         self.section = section
-        self.client = client
-        self.limit = limiter.Limiter(section.bytes_per_second)
-        self._writers = pull.Writers()
-        self.turns = schedule.Schedule(section)
-        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
+        self.resolver = resolver.Resolver(
+            client, credentials.Credentials(), schedule.Schedule(section), self.wake
+        )
         self.local = estimate.LocalImages(runtime)
-        self._pins = pins.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
-        self.uses = pins.ImageUses(runtime)
+        self.pulls = pull.Pulls(runtime, client, self.resolver, self.healer, self.wake)
+        self.uses = stock.ImageUses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
-        self._tags = desired.LocalTags()
-        self.totals = Totals()
         # The policy is known before the first cycle.
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
-        self.running: dict[str, pull.Running] = {}
-        self.failures: dict[str, failure.PullFailure] = {}
-        # Pulls that ended well, and were not yet seen as an image; monotonic times of their ends.
-        self._pulled: dict[str, float] = {}
-        self._looked = 0.0  # monotonic time before the cycle's inventory was asked for
         self.trouble = "not connected yet"  # why the runtime cannot be used, or ""
         self.version = ""
         self.last_cycle = time.monotonic()
@@ -169,18 +145,14 @@ class Reconciler:
         """End our own work. Holds keep what pulls have fetched."""
         await self.resolver.close()
         await self.durability.stop()
-        tasks = [each.task for each in self.running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.client.close()
+        await self.pulls.stop()
         await self.runtime.close()
 
     # --- taking stock -----------------------------------------------------------------------------
 
     async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
         """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
-        return await asyncio.to_thread(disk.node, images_path, self.section, freeable)
+        return await asyncio.to_thread(stock.node, images_path, self.section, freeable)
 
     async def pressed(self) -> bool:
         """Whether the disk is under pressure; the answer is at most a second old."""
@@ -194,52 +166,42 @@ class Reconciler:
     async def cycle(self) -> None:
         async with self.lock:
             section, moves = self.section, self.healer.moves
-            self._looked = time.monotonic()
             inventory = await self.runtime.inventory()
             self.runtime.release_after = section.release_after
-            if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
+            if await self.runtime.tend(inventory) or await stock.end_lost(self.runtime, inventory):
                 inventory = await self.runtime.inventory()
             self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
-            shapes = await self.local.shapes(inventory, section.platform)
-            inventory = await self.uses.note(inventory, shapes)
+            inventory = await self.local.with_shapes(inventory, section.platform)
+            inventory = await self.uses.note(inventory)
             requests = desired.gather(section, inventory.holds)
             requests |= desired.lingering(section, inventory, requests, time.time())
-            requests |= desired.retained(section, inventory, shapes, requests)
+            requests |= desired.retained(section, inventory, requests)
             await self._keep_notes(inventory, requests)
-            await self.durability.look(inventory, shapes)
+            await self.durability.look(inventory)
             asked = {
                 each.ref: each.by == "operator" and not inventory.served(each.ref)
                 for each in requests.values()
                 if each.is_looked_up
             }
-            self._tags.keep(requests)
-            self.turns.section = section
-            self.turns.want(asked, time.time())
-            self.resolver.request(asked, section)
-            self.failures = {
-                ref: each
-                for ref, each in self.failures.items()
-                if ref in requests and each.concerns(self.resolver.digest(ref))
-            }
-            self._pulled = {ref: at for ref, at in self._pulled.items() if ref in requests}
+            self.resolver.turns.section = section
+            self.resolver.request(asked)
+            self.pulls.keep(requests)
             requests = {
-                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+                ref: await self._measured(each, inventory) for ref, each in requests.items()
             }
             now = time.time()
-            pinned = await self._pins.pinned(section, inventory, shapes, requests, now)
-            self.healer.sizes = {d: shape.bytes_total for d, shape in shapes.items()}
-            freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+            pinned = await stock.pinned(section, inventory, requests, self.local, now)
+            self.healer.sizes = {d: shape.bytes_total for d, shape in inventory.shapes.items()}
+            freeable = await self.local.freeable(inventory, [pin.parts for pin in pinned])
             node = await self.node(inventory.images_path, freeable)
             self._pressed = (time.monotonic(), node.pressed)
-            self.durability.tend(requests, inventory, shapes, self.resolver, node.pressed)
+            self.durability.tend(requests, inventory, self.resolver, node.pressed)
             known = [each for each in requests.values() if each.digest or each.measured]
             decided = plan.decide(node, known, pinned, section.concurrency, now)
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
-            shared = await asyncio.to_thread(estimate.shared_of_images, inventory, shapes, bases)
-            self.snapshot = Snapshot(
-                *(inventory, requests, tuple(pinned), shapes, decided, node, shared, now)
-            )
+            shared = await asyncio.to_thread(estimate.shared, inventory, bases)
+            self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
             await self._act(self.snapshot)
 
     async def _keep_notes(
@@ -252,30 +214,24 @@ class Reconciler:
             await self.note(ref, "policy", "dropped")
             log.warning("the settings dropped an image", image=ref, why=requests[ref].dropped_text)
 
-    async def _measured(
-        self,
-        request: Request,
-        inventory: base.ImageInventory,
-        shapes: Mapping[str, manifest.Shape],
-    ) -> Request:
+    async def _measured(self, request: Request, inventory: base.ImageInventory) -> Request:
         """The request with what it costs here and now."""
         lookup = self.resolver.of(request.ref)
         here = inventory.digest_of(request.ref)
         looked_up = lookup.shape if lookup is not None else None
-        shape = looked_up or shapes.get(here)
-        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in shapes
+        shape = looked_up or inventory.shapes.get(here)
+        unconfirmed = self.resolver.is_newer_here(request.ref, here) and here in inventory.shapes
         if unconfirmed:
-            shape = shapes[here]
+            shape = inventory.shapes[here]
         last_used = inventory.last_used.get(here, 0.0)
-        running = request.ref in self.running
-        failed = self.failures.get(request.ref)
+        running = request.ref in self.pulls.running
+        failed = self.pulls.failures.get(request.ref)
         served = bool(inventory.served(request.ref)) and (failed is None or not failed.spoils(here))
         if shape is None:
-            self._check_pulled(request.ref, served, "does not list it")
-        if shape is None and not served and lookup is not None and lookup.leaves_it_to_the_runtime:
-            blocked = "" if running else self._hurdle(request, "", lookup, inventory)
-            return desired.untold(request, self.section.unknown_image, running, blocked)
-        if shape is None:
+            self.pulls.look_for(request.ref, inventory, served, "does not list it")
+            if not served and lookup is not None and lookup.leaves_it_to_the_runtime:
+                blocked = "" if running else self._hurdle(request, "", lookup, inventory)
+                return desired.untold(request, self.section.unknown_image, running, blocked)
             digest = here if served else ""
             return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
         digest = shape.top.digest
@@ -285,19 +241,16 @@ class Reconciler:
         present = listed and estimate.is_here(shape, inventory) and not doubted
         if not doubted:
             why = "some of its layers or documents are not there" if listed else "does not list it"
-            self._check_pulled(request.ref, present, why)
-        usages = await self.local.usages(shape, inventory)
-        cost = estimate.cost(shape, inventory, usages)
-        parts = cost.parts
-        if present:
-            parts = await self.local.parts(shape, inventory)
-        costed = dataclasses.replace(request, fetch=cost.fetch)
+            self.pulls.look_for(request.ref, inventory, present, why)
+        cost = estimate.cost(shape, inventory, await self.local.usages(shape, inventory))
         known = "" if lookup is None or lookup.shape is None else digest
-        self.turns.measured(request.ref, known, cost.fetch, present, time.time())
+        self.resolver.turns.measured(request.ref, known, cost.fetch, present, time.time())
         blocked = ""
-        if not present and not running:
+        if doubted and not running:
+            blocked = durability.REASON
+        elif not present and not running:
+            costed = dataclasses.replace(request, fetch=cost.fetch)
             blocked = self._hurdle(costed, digest, lookup, inventory)
-            blocked = durability.REASON if doubted else blocked
         return dataclasses.replace(
             request,
             digest=digest,
@@ -308,39 +261,10 @@ class Reconciler:
             fetch=0 if present else cost.fetch,
             remote=estimate.remote_bytes(shape, inventory) if present else 0,
             unpack=0 if present else cost.unpack,
-            parts=parts,
+            parts=await self.local.parts(shape, inventory) if present else cost.parts,
             running=running,
             blocked=blocked,
         )
-
-    def _check_pulled(self, ref: str, present: bool, why: str) -> None:
-        """A pull that ended well and brought no image waits like one that failed: else the next
-        would follow at once, for ever."""
-        known = self.failures.get(ref)
-        if present:
-            self._pulled.pop(ref, None)
-            if known is not None and known.kind is Kind.INCOMPLETE:
-                del self.failures[ref]
-        elif ref not in self.running and self._pulled.get(ref, math.inf) < self._looked:
-            del self._pulled[ref]
-            attempts = known.attempts + 1 if known is not None else 1
-            error = PullError(
-                ref, Kind.INCOMPLETE, f"the runtime says that it pulled it, but {why}"
-            )
-            log.warning("pull brought no image", image=ref, error=str(error))
-            self._failed(ref, error, attempts, self.resolver.digest(ref))
-            self._wake_for_retry(ref)
-
-    def _moved_here(self, ref: str, here: str, shape: manifest.Shape | None) -> bool:
-        """Whether the node's digest of a tag is newer than the registry's answer. Asks again."""
-        lookup = self.resolver.of(ref)
-        other = shape is not None and here != shape.top.digest
-        if self._tags.saw(ref, here, time.time()) and here and other:
-            log.info("tag moved on the node", image=ref, digest=here)
-            self.resolver.again(ref)
-            self.wake()
-        answered = lookup.at if lookup is not None else 0.0
-        return bool(here) and other and self._tags.is_newer(ref, answered)
 
     def _hurdle(
         self,
@@ -349,15 +273,15 @@ class Reconciler:
         lookup: resolver.Lookup | None,
         inventory: base.ImageInventory,
     ) -> str:
-        now, ref = time.time(), request.ref
-        if ref in self._pulled:
+        now, ref, turns = time.time(), request.ref, self.resolver.turns
+        if ref in self.pulls.unseen:
             return "it was pulled just now; the next look at the runtime tells what came of it"
         facts = plan.Facts(
             request,
             digest,
             lookup,
-            pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
-            failed=self.turns.standing(ref, self.failures.get(ref)),
+            pull_at=turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
+            failed=turns.standing(ref, self.pulls.failures.get(ref)),
             pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
             limited=self.section.bytes_per_second is not None,
         )
@@ -373,14 +297,14 @@ class Reconciler:
                 await self._note_expired(holds.values(), holds[release.hold])
             await self.release(holds[release.hold])
         for retained in seen.decided.retained:
-            await self.runtime.begin(pins.as_retained(self.section, holds[retained]))
+            await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
         for ref in seen.decided.pins:
             await self._pin_present(seen.requests[ref], seen.inventory)
-        for ref in list(self.running) if seen.decided.pause else ():
+        for ref in list(self.pulls.running) if seen.decided.pause else ():
             log.warning("pull paused", image=ref, why=seen.decided.pause)
-            await self.halt(ref)
+            await self.pulls.halt(ref)
         for ref in seen.decided.pulls:
-            self._start(seen.requests[ref])
+            self.pulls.start(seen.requests[ref])
         await self._end_unrequested_pulls(seen)
         if seen.decided.pause and seen.decided.releases:
             # Garbage of unpinned images does not suffice: give back half-fetched images too.
@@ -395,7 +319,7 @@ class Reconciler:
     async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
         """End the holds of pulls that nobody requests any more, or that are finished."""
         for hold in seen.inventory.held("pull"):
-            if hold.ref in self.running:
+            if hold.ref in self.pulls.running:
                 continue
             request = seen.requests.get(hold.ref)
             pinned = bool(seen.inventory.held("pin", hold.ref))
@@ -407,12 +331,12 @@ class Reconciler:
                 await self.runtime.end(hold)
 
     async def note(self, ref: str, by: base.By, state: str) -> None:
-        await self.runtime.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
+        await self.runtime.begin(base.Hold("note", ref, by, state=state))
 
     async def _note_expired(self, holds: Iterable[base.Hold], pin: base.Hold) -> None:
         """Before the pin goes: without the note the next cycle would pin the image again."""
         note = base.Hold(
-            *("", "note", pin.ref, "policy", pin.target), state="expired", created=time.time()
+            "note", pin.ref, "policy", pin.target, state="expired", created=time.time()
         )
         for old in holds:
             if (old.role, old.ref, old.state) == (note.role, note.ref, note.state):
@@ -427,75 +351,7 @@ class Reconciler:
         target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold(*("", "pin", request.ref, request.by, target), keep=request.keep)
+        hold = base.Hold("pin", request.ref, request.by, target, keep=request.keep)
         self.healer.remember(await self.runtime.pin(hold))
         log.info("image pinned", image=request.ref, by=request.by)
         self.wake()
-
-    def _start(self, request: Request) -> None:
-        lookup = self.resolver.of(request.ref)
-        assert lookup is not None
-        puller = pull.Puller(
-            *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup),
-            lambda fresh: self.resolver.logins(lookup.ref, self.section, fresh=fresh),
-        )
-        task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
-        self.running[request.ref] = pull.Running(puller.progress, task)
-        log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
-
-    async def _run(self, request: Request, puller: pull.Puller) -> None:
-        ref = request.ref
-        try:
-            pin = await puller.run()
-            if pin is not None:
-                self.healer.remember(pin)
-            elif request.by == "policy":
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self.note(ref, "policy", "done")
-            known = self.failures.get(ref)
-            if known is not None and known.kind is not Kind.INCOMPLETE:  # that is not known yet
-                del self.failures[ref]
-            self._pulled[ref] = time.monotonic()
-            self.turns.answered(ref, time.time())
-            self.totals.pulls += 1
-            log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
-        except PullError as error:
-            known = self.failures.get(ref)
-            # Waits grow while nothing comes; a registry that breaks off brings something each time.
-            moved = error.kind is Kind.NETWORK and puller.moved
-            attempts = 1 if known is None or moved else known.attempts + 1
-            self._failed(ref, error, attempts, puller.digest)
-            log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
-            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
-                self.resolver.probe(ref)  # the tag or the login may have changed
-            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
-                self.resolver.probe(ref)
-        except Exception as error:  # a bug must not become a loop of pulls
-            log.exception("pull failed unexpectedly", image=ref)
-            text = f"{type(error).__name__}, see the agent's log"
-            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text, final=True), 1, puller.digest)
-        finally:
-            self.totals.fetched_bytes += puller.fetched
-            self.running.pop(ref, None)
-            self._wake_for_retry(ref)
-            self.wake()
-
-    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
-        found = self.turns.failed(ref, error, attempts, time.time(), pull=True)
-        self.failures[ref] = dataclasses.replace(found, digest=digest)
-        self.totals.failed[error.kind.value] += 1
-
-    def _wake_for_retry(self, ref: str) -> None:
-        """Wake the loop for a retry that is due before the next cycle."""
-        failed = self.failures.get(ref)
-        if failed is not None and failed.retry_at is not None:
-            wait = failed.retry_at - time.time()
-            if 0 < wait < CYCLE_SECONDS:
-                asyncio.get_running_loop().call_later(wait + 0.01, self.wake)
-
-    async def halt(self, ref: str) -> None:
-        """Cancel a running pull; its hold keeps the bytes."""
-        running = self.running.get(ref)
-        if running is not None:
-            running.task.cancel()
-            await asyncio.gather(running.task, return_exceptions=True)

@@ -7,11 +7,13 @@ limit and is checked against its digest.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import re
 import ssl
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import aiohttp
 from cachetools import LRUCache
 
 from preheat.image import manifest
-from preheat.registry import challenge, documents, failure, hosts
+from preheat.registry import documents, failure, hosts
 from preheat.registry.failure import Kind, PullError
 from preheat.runtimes import base
 
@@ -33,14 +35,8 @@ MOST_TOKENS = 256
 MOST_CONTEXTS = 64
 CHUNK = 256 * 1024
 _ACCEPT = ", ".join(sorted(manifest.INDEX_TYPES | manifest.MANIFEST_TYPES))
+_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 AnswerT = TypeVar("AnswerT")
-
-
-@dataclass(frozen=True)
-class _Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
 
 
 @dataclass(frozen=True)
@@ -52,17 +48,25 @@ class _Server:
     trouble: str = ""
 
 
+@dataclass(frozen=True, repr=False)
+class _TokenQuestion:
+    """A request to a token service: a POST with ``form``, else a GET with ``query``."""
+
+    url: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    form: dict[str, str] | None = None
+
+
 class Registry:
     """One client for all registries; ``close`` ends its connections."""
 
-    def __init__(
-        self, directories: Sequence[Path], known: documents.Documents | None = None
-    ) -> None:
+    def __init__(self, directories: Sequence[Path], known: documents.Documents) -> None:
         self._directories = tuple(directories)
-        self.documents = known or documents.Documents(None)
+        self.documents = known
         self._session: aiohttp.ClientSession | None = None
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
-        self._contexts: LRUCache[hosts.Host, tuple[hosts.Seen, _Server]] = LRUCache(MOST_CONTEXTS)
+        self._contexts: LRUCache[tuple[hosts.Host, hosts.Seen], _Server] = LRUCache(MOST_CONTEXTS)
         self.requests = 0
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -110,13 +114,13 @@ class Registry:
         self, server: _Server, ref: manifest.Reference, wanted: str, login: base.Login | None
     ) -> manifest.Target:
         path = f"manifests/{wanted}"
-        answer = await self._document(server, ref, path, login, method="HEAD")
+        answer, _ = await self._document(server, ref, path, login, method="HEAD")
         digest = answer.headers.get("Docker-Content-Digest", "")
         length = answer.headers.get("Content-Length", "")
         if answer.status != 200 or not manifest.is_digest(digest) or not length.isdigit():
-            answer = await self._document(server, ref, path, login)
-            digest, length = manifest.digest_of(answer.body), str(len(answer.body))
-            await self.documents.put(digest, answer.body)
+            answer, body = await self._document(server, ref, path, login)
+            digest, length = manifest.digest_of(body), str(len(body))
+            await self.documents.put(digest, body)
         media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
         return manifest.Target(media_type, digest, int(length))
 
@@ -132,9 +136,7 @@ class Registry:
             if error.kind in (Kind.AUTH, Kind.NOT_FOUND):
                 return False
             (server,) = await self._servers(ref, {"pull"}, origin=True)
-            if not challenge.grants(
-                self._tokens.get(self._token_key(server.host, ref, None), ""), ref.path
-            ):
+            if not _grants(self._tokens.get(self._token_key(server.host, ref, None), ""), ref.path):
                 raise
         return True
 
@@ -156,11 +158,11 @@ class Registry:
                 kind = "manifests" if digest in manifests else "blobs"
                 path = f"{kind}/{digest}"
                 servers = await self._servers(ref, {"pull"})
-                answer = await _first(servers, lambda each: self._document(each, ref, path, login))
-                data = answer.body
-                if manifest.digest_of(data) != digest:
+                _, body = await _first(servers, lambda each: self._document(each, ref, path, login))
+                if manifest.digest_of(body) != digest:
                     raise PullError(ref.text, Kind.CORRUPT, f"the bytes do not match {digest}")
-                await self.documents.put(digest, data)
+                await self.documents.put(digest, body)
+                data = body
             if digest in manifests:
                 manifests.update(_manifests_in(data))
             return data
@@ -219,14 +221,14 @@ class Registry:
         return [(host, hosts.seen(host)) for host in hosts.of(self._directories, name)]
 
     async def _server(self, host: hosts.Host, seen: hosts.Seen) -> _Server:
-        known = self._contexts.get(host)
-        if known is None or known[0] != seen:
+        known = self._contexts.get((host, seen))
+        if known is None:
             try:
-                made = _Server(host, await asyncio.to_thread(hosts.context, host))
+                known = _Server(host, await asyncio.to_thread(hosts.context, host))
             except ValueError as error:
-                made = _Server(host, None, str(error))
-            self._contexts[host] = known = seen, made
-        return known[1]
+                known = _Server(host, None, str(error))
+            self._contexts[host, seen] = known
+        return known
 
     async def _document(
         self,
@@ -235,8 +237,8 @@ class Registry:
         path: str,
         login: base.Login | None,
         method: str = "GET",
-    ) -> _Answer:
-        """An answer with a small body."""
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """An answer and its small body."""
         with _reaching(ref):
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 response = await self._open(server, ref, path, login, {}, method)
@@ -247,7 +249,7 @@ class Registry:
         if len(body) > manifest.LARGEST_DOCUMENT:
             text = f"{path} has more than {manifest.LARGEST_DOCUMENT} bytes"
             raise PullError(ref.text, Kind.BAD_IMAGE, text)
-        return _Answer(response.status, response.headers, body)
+        return response, body
 
     async def _open(
         self,
@@ -324,16 +326,16 @@ class Registry:
         """The Authorization header that a challenge asks for; remembered for the next request."""
         encrypted = server.host.url.startswith("https:")
         try:
-            header = challenge.answer(asked, ref.path, login, encrypted=encrypted)
-            if isinstance(header, challenge.TokenQuestion):
-                header = challenge.token(await self._ask(server, ref, header))
+            header = _answer_to(asked, ref.path, login, encrypted=encrypted)
+            if isinstance(header, _TokenQuestion):
+                header = _token(await self._ask(server, ref, header))
         except ValueError as error:
             raise PullError(ref.text, Kind.AUTH, str(error)) from error
         self._tokens[self._token_key(server.host, ref, login)] = header
         return header
 
     async def _ask(
-        self, server: _Server, ref: manifest.Reference, question: challenge.TokenQuestion
+        self, server: _Server, ref: manifest.Reference, question: _TokenQuestion
     ) -> bytes:
         """The token service's answer."""
         headers = {**dict(server.host.headers), **question.headers}
@@ -428,3 +430,76 @@ def _reaching(ref: manifest.Reference) -> Iterator[None]:
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         text = re.sub(r" ssl:<[^>]*>", "", str(error)) or type(error).__name__
         raise PullError(ref.text, Kind.NETWORK, text[:300]) from error
+
+
+# --- challenges -----------------------------------------------------------------------------------
+
+# What a 401 asks for. Errors are ValueErrors without secrets in them.
+
+
+def _basic(login: base.Login) -> str:
+    plain = f"{login.username}:{login.password}".encode()
+    return "Basic " + base64.b64encode(plain).decode()
+
+
+def _answer_to(
+    challenge: str, path: str, login: base.Login | None, *, encrypted: bool
+) -> str | _TokenQuestion:
+    """The Authorization header, or what to ask the token service. Raises ValueError.
+
+    ``encrypted``: the registry is asked by TLS, so its token service must be, too.
+    """
+    scheme, _, rest = challenge.partition(" ")
+    if scheme.lower() == "basic":
+        if login is None or not login.username:
+            raise ValueError("it requires a login, but none is configured")
+        return _basic(login)
+    if scheme.lower() != "bearer":
+        raise ValueError(f"unknown authentication scheme {scheme[:40]!r}")
+    if login is not None and login.registry_token:
+        return f"Bearer {login.registry_token}"
+    return _question(dict(_PARAMETER.findall(rest)), path, login, encrypted)
+
+
+def _question(
+    asked: dict[str, str], path: str, login: base.Login | None, encrypted: bool
+) -> _TokenQuestion:
+    realm = asked.get("realm", "")
+    parts = urllib.parse.urlsplit(realm)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"unusable token service {realm[:80]!r}")
+    if login is not None and parts.scheme == "http" and encrypted:
+        raise ValueError("its token service uses plain http: no credentials sent")
+    query = {"service": asked.get("service", ""), "scope": f"repository:{path}:pull"}
+    if login is not None and login.identity_token:
+        form = {"grant_type": "refresh_token", "client_id": "nodeagent"}
+        return _TokenQuestion(
+            realm, {}, {}, {**query, **form, "refresh_token": login.identity_token}
+        )
+    named = login is not None and bool(login.username)
+    return _TokenQuestion(realm, query, {"Authorization": _basic(login)} if named and login else {})
+
+
+def _token(body: bytes) -> str:
+    """The header with the token in a service's answer. Raises ValueError."""
+    try:
+        found = json.loads(body)
+        text = found.get("token") or found.get("access_token")
+    except (ValueError, AttributeError, RecursionError):
+        text = None
+    if not isinstance(text, str) or not text:
+        raise ValueError("its token service answered without a token")
+    return f"Bearer {text}"
+
+
+def _grants(header: str, path: str) -> bool:
+    """Whether a Bearer token says of itself that it is good for pulling ``path``."""
+    parts = header.removeprefix("Bearer ").split(".")
+    if len(parts) != 3:
+        return False
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        access = claims["access"]
+        return any(each["name"] == path and "pull" in each["actions"] for each in access)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False

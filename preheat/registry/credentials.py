@@ -6,12 +6,16 @@ is told with the answer: only an image that needs it fails.
 """
 
 import asyncio
+import base64
 import collections
+import contextlib
+import fnmatch
 import json
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +28,8 @@ import kit.files
 import kit.processes
 import kit.slips
 from preheat import settings
-from preheat.image import hub, manifest
-from preheat.registry import keyring
+from preheat.image import manifest
 from preheat.registry.failure import Kind, PullError
-from preheat.registry.keyring import Keys
 from preheat.runtimes import base
 
 LARGEST_ANSWER = 1024**2
@@ -37,12 +39,155 @@ MOST_TRIED = 8  # logins for one image
 ResultT = TypeVar("ResultT")
 _REQUEST_KIND = "CredentialProviderRequest"
 _NOT_FOUND = b"credentials not found"  # a helper that has none says this and ends with status 1
+# What a program answers instead of a user's name when it gives a token.
+_TOKEN_USER = "<token>"
 
 
 class CredentialError(kit.errors.AgentError):
     """A source of credentials that cannot be used."""
 
     exit_code = 3
+
+
+# --- which logins are for an image ----------------------------------------------------------------
+
+# As the kubelet decides (pkg/credentialprovider/keyring.go). Pure.
+#
+# A key is a registry with an optional path; its host may have globs for each label. Several fit:
+# all are tried, the most specific first. docker's own key for its hub is Docker Hub.
+
+
+@dataclass(frozen=True, repr=False)
+class Keys:
+    """The logins of one source by key, and why entries of it cannot be used."""
+
+    entries: tuple[tuple[str, base.Login], ...] = ()
+    troubles: tuple[tuple[str, str], ...] = ()  # key, why
+    helpers: tuple[tuple[str, str], ...] = ()  # host, program: docker-credential-<program>
+    store: str = ""  # the program for all other hosts
+
+    def helper(self, ref: manifest.Reference) -> str:
+        """The program that docker would ask for ``ref``; empty without one."""
+        for host, name in self.helpers:
+            key = key_of(host)
+            if key == ref.host or (key in manifest.HUB_HOSTS and ref.host in manifest.HUB_HOSTS):
+                return name
+        return self.store
+
+    def troubles_of(self, ref: manifest.Reference) -> list[str]:
+        """Why entries for ``ref`` cannot be used."""
+        return [f"{key}: {why}" for key, why in self.troubles if matches(key, ref)]
+
+
+def key_of(location: str) -> str:
+    """A key without scheme and API version."""
+    text = location if "://" in location else f"https://{location}"
+    parts = urllib.parse.urlsplit(text)
+    path = parts.path
+    if path.startswith(("/v1/", "/v2/")):
+        path = path[3:]
+    return parts.netloc + ("" if path == "/" else path)
+
+
+def matches(key: str, ref: manifest.Reference) -> bool:
+    """Equal ports, as many labels, each label by its glob, and the path is a plain prefix."""
+    host, slash, path = key.partition("/")
+    try:
+        mine, theirs = urllib.parse.urlsplit(f"//{ref.host}"), urllib.parse.urlsplit(f"//{host}")
+        if mine.port != theirs.port:
+            return False
+    except ValueError:  # a port that is no number, a bracket without its other one
+        return False
+    names = (mine.hostname or "").split(".")
+    globs = (theirs.hostname or "").split(".")
+    if len(names) != len(globs) or not f"/{ref.path}".startswith(slash + path):
+        return False
+    return all(fnmatch.fnmatchcase(n, g) for n, g in zip(names, globs, strict=True))
+
+
+def fitting(many: Iterable[Keys], ref: manifest.Reference) -> tuple[base.Login, ...]:
+    """Those for ``ref``, the most specific first, each once."""
+    entries = [entry for keys in many for entry in keys.entries]
+    # In the kubelet's order: from behind, where a longer path comes before a shorter one.
+    fitting = sorted({key for key, _ in entries if matches(key, ref)}, reverse=True)
+    if not fitting and ref.host in manifest.HUB_HOSTS:
+        fitting = [manifest.HUB_INDEX]
+    found = [login for key in fitting for each, login in entries if each == key]
+    return tuple(dict.fromkeys(found))
+
+
+def from_docker_config(data: bytes) -> Keys:
+    """A dockerconfigjson, or the older .dockercfg without ``auths``. Raises ValueError."""
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    helpers = content.get("credHelpers") or {}
+    store = content.get("credsStore") or ""
+    auths = content.get("auths")
+    if auths is None and not helpers and not store:
+        auths = content
+    auths = auths or {}
+    if not isinstance(auths, dict) or not isinstance(helpers, dict) or not isinstance(store, str):
+        raise ValueError("its 'auths' are not by registry")
+    keys = from_auths(auths)
+    named = tuple((str(host), str(name)) for host, name in helpers.items())
+    return Keys(keys.entries, keys.troubles, named, store)
+
+
+def from_auths(auths: Mapping[str, Any]) -> Keys:
+    """Entries by location; one that cannot be used harms no other."""
+    entries, bad = [], []
+    for location, entry in auths.items():
+        try:
+            key = key_of(location)
+            login = _login(entry)
+        except ValueError as error:
+            bad.append((location.removeprefix("https://"), str(error)))
+            continue
+        if login is not None:
+            entries.append((key, login))
+    return Keys(tuple(entries), tuple(bad))
+
+
+def _login(entry: Any) -> base.Login | None:
+    """None for an empty entry, as ``docker login`` leaves them beside a credsStore."""
+    if not isinstance(entry, dict):
+        raise ValueError("its entry is not a JSON object")
+    username, password = str(entry.get("username", "")), str(entry.get("password", ""))
+    if isinstance(entry.get("auth"), str) and entry["auth"]:
+        text = entry["auth"].strip()
+        try:
+            plain = base64.b64decode(text + "=" * (-len(text) % 4), validate=True).decode()
+        except ValueError:
+            raise ValueError("its 'auth' is not base64") from None
+        username, colon, password = plain.partition(":")
+        if not colon:
+            raise ValueError("its 'auth' is not NAME:PASSWORD")
+    found = base.Login(
+        username=username,
+        password=password.rstrip("\0"),
+        identity_token=str(entry.get("identitytoken") or ""),
+        registry_token=str(entry.get("registrytoken") or ""),
+    )
+    return None if found == base.Login() else found
+
+
+def from_helper(data: bytes) -> base.Login:
+    """What ``docker-credential-* get`` answers. Raises ValueError."""
+    try:
+        content = json.loads(data)
+        username, secret = content["Username"], content["Secret"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("its answer is not a login") from None
+    if username == _TOKEN_USER:
+        return base.Login(identity_token=str(secret))
+    return base.Login(username=str(username), password=str(secret))
+
+
+# --- where they are from --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,7 +227,7 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
             Provider(
                 name=name,
                 api_version=str(entry.get("apiVersion", "")),
-                matches=tuple(keyring.key_of(str(e)) for e in entry.get("matchImages") or []),
+                matches=tuple(key_of(str(e)) for e in entry.get("matchImages") or []),
                 arguments=tuple(str(each) for each in entry.get("args") or []),
                 environment=environment,
                 cache_seconds=_go_duration(str(entry.get("defaultCacheDuration", "0"))),
@@ -145,6 +290,15 @@ async def attempt(
     raise first
 
 
+@contextlib.contextmanager
+def _telling(troubles: list[str]) -> Iterator[None]:
+    """A source that cannot be used is told, and the others are asked."""
+    try:
+        yield
+    except CredentialError as error:
+        troubles.append(str(error))
+
+
 class Credentials:
     """Finds the logins for an image."""
 
@@ -168,37 +322,31 @@ class Credentials:
         ``fresh``: ask plugins again whose answers are kept; they may have been withdrawn.
         """
         sources: list[Keys] = []
-        troubles: list[str] = []
         helped: list[base.Login] = []
+        plugged: list[Keys] = []
+        troubles: list[str] = []
         for file in where.docker_configs:
-            try:
+            with _telling(troubles):
                 keys = await self._docker_config(file)
-                troubles += [f"{file}: {why}" for why in keyring.troubles(keys, ref)]
+                troubles += [f"{file}: {why}" for why in keys.troubles_of(ref)]
                 sources.append(keys)
                 login = await self._helped(file, keys.helper(ref), ref, where)
                 helped += [login] if login is not None else []
-            except CredentialError as error:
-                troubles.append(str(error))
-        plugged = []
-        try:
+        providers: tuple[Provider, ...] = ()
+        with _telling(troubles):
             providers = await self._providers(where)
-        except CredentialError as error:
-            providers = ()
-            troubles.append(str(error))
         for provider in providers:
-            if any(keyring.matches(each, ref) for each in provider.matches):
-                try:
+            if any(matches(each, ref) for each in provider.matches):
+                with _telling(troubles):
                     plugged.append(await self._plugged(provider, ref, where, fresh))
-                except CredentialError as error:
-                    troubles.append(str(error))
-        found = [*keyring.logins(sources, ref), *helped, *keyring.logins(plugged, ref)]
+        found = [*fitting(sources, ref), *helped, *fitting(plugged, ref)]
         return Found(tuple(dict.fromkeys(found)), tuple(troubles))
 
     # --- docker -----------------------------------------------------------------------------------
 
     async def _docker_config(self, file: Path) -> Keys:
         try:
-            return keyring.from_docker_config(await self._file(file))
+            return from_docker_config(await self._file(file))
         except ValueError as error:
             raise self._unusable(file, str(error)) from None
 
@@ -216,14 +364,14 @@ class Credentials:
         if where.helper_dir is None or not _is_file_name(program):
             why = f"it names {program}, which preheat.credentials.helper_dir does not have"
             raise self._unusable(file, why)
-        server = hub.LOGIN_KEY if ref.host in hub.HOSTS else ref.host
+        server = manifest.HUB_LOGIN_KEY if ref.host in manifest.HUB_HOSTS else ref.host
         ended = await self._run(where.helper_dir / program, ["get"], server.encode(), where)
         if ended.code != 0:
             if _NOT_FOUND in ended.out:
                 return None
             raise self._failed(program, f"it ended with status {ended.code}")
         try:
-            return keyring.from_helper(ended.out)
+            return from_helper(ended.out)
         except ValueError as error:
             raise self._failed(program, str(error)) from None
 
@@ -287,7 +435,7 @@ class Credentials:
         kept = str(answer.get("cacheKeyType", ""))
         if not isinstance(auth, dict) or kept not in scopes:
             raise self._failed(provider.name, f"its answer has the cacheKeyType {kept[:40]!r}")
-        keys = keyring.from_auths(auth)
+        keys = from_auths(auth)
         duration = answer.get("cacheDuration")
         seconds = provider.cache_seconds if duration is None else _go_duration(str(duration))
         if seconds > 0:

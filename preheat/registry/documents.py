@@ -40,20 +40,16 @@ class _Disk(diskcache.JSONDisk):  # type: ignore[misc]  # diskcache has no types
 
 
 class Documents:
-    """The cache; without a folder it has nothing. All its trouble is a miss."""
+    """The cache. All its trouble is a miss."""
 
-    def __init__(self, folder: Path | None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._most = most_bytes
         self._cache: diskcache.Cache | None = None
         # One thread, for SQLite's connection belongs to the thread that made it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
-        self.hits = 0
 
     async def get(self, digest: str) -> bytes | None:
-        data = await self._do(lambda cache: _get(cache, digest))
-        self.hits += data is not None
-        return data
+        return await self._do(lambda cache: _get(cache, digest))
 
     async def put(self, digest: str, data: bytes) -> None:
         if len(data) <= LARGEST:
@@ -69,8 +65,6 @@ class Documents:
         self._thread.shutdown(wait=False)
 
     async def _do(self, what: Callable[[diskcache.Cache], ResultT]) -> ResultT | None:
-        if self._folder is None:
-            return None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._guarded, what)
 
@@ -88,14 +82,13 @@ class Documents:
 
     def _open(self) -> diskcache.Cache:
         if self._cache is None:
-            assert self._folder is not None
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._cache = diskcache.Cache(
                 str(self._folder),
                 timeout=LOCK_SECONDS,
                 disk=_Disk,
                 disk_min_file_size=1 << 30,
-                size_limit=self._most,
+                size_limit=MOST_BYTES,
                 eviction_policy="least-recently-used",
                 # The defaults are for large caches: 32 MiB of pages and 64 MiB mapped.
                 sqlite_cache_size=256,
@@ -108,7 +101,6 @@ class Documents:
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        assert self._folder is not None
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ What a layer takes unpacked is known when it is unpacked here, else guessed from
 layer share its key, so a union of parts counts the layer once.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -36,8 +37,15 @@ class Reuse:
     bases: tuple[str, ...]  # bases it shares layers with, at most ``MOST_BASES``
 
 
-def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[Reuse]:
-    """For the first ``MOST_IMAGES`` images by name."""
+def shared(inventory: base.ImageInventory, bases: frozenset[str]) -> tuple[Reuse, ...]:
+    """For the first ``MOST_IMAGES`` tagged images on the node by name."""
+    shapes = {
+        record.name: inventory.shapes[record.target.digest]
+        for record in inventory.records
+        if record.target.digest in inventory.shapes
+        and not manifest.is_digest(record.name)
+        and "@" not in record.name
+    }
     having: dict[str, list[str]] = {}  # chain id -> bases that have it, one more than are shown
     for name in sorted(bases & shapes.keys()):
         for layer in shapes[name].layers:
@@ -55,21 +63,7 @@ def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[
                 shared += layer.size
                 others.update(known)
         found.append(Reuse(ref, total, shared, tuple(sorted(others)[:MOST_BASES])))
-    return found
-
-
-def shared_of_images(
-    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape], bases: frozenset[str]
-) -> tuple[Reuse, ...]:
-    """The report for all tagged images on the node; ``shapes`` by top digest."""
-    tagged = {
-        record.name: shapes[record.target.digest]
-        for record in inventory.records
-        if record.target.digest in shapes
-        and not manifest.is_digest(record.name)
-        and "@" not in record.name
-    }
-    return tuple(shared(tagged, bases))
+    return tuple(found)
 
 
 log = structlog.get_logger("preheat")
@@ -200,7 +194,7 @@ class LocalImages:
                 raise _MissingError(digest)
             if size > manifest.LARGEST_DOCUMENT:
                 raise manifest.BadImageError(f"{digest} has {size} bytes: no document is so large")
-            return await self._runtime.read(digest)
+            return await self._runtime.content.read(digest)
 
         try:
             found = await manifest.shape(target, read, platform)
@@ -219,10 +213,10 @@ class LocalImages:
         self._shapes[key] = found
         return found
 
-    async def shapes(
+    async def with_shapes(
         self, inventory: base.ImageInventory, platform: str
-    ) -> dict[str, manifest.Shape]:
-        """The shapes of all images and pins, by top digest."""
+    ) -> base.ImageInventory:
+        """The inventory with the shapes of all images and pins."""
         found: dict[str, manifest.Shape] = {}
         targets = [record.target for record in inventory.records]
         targets += [hold.target for hold in inventory.holds if hold.target is not None]
@@ -231,7 +225,7 @@ class LocalImages:
                 shape = await self.shape(target, inventory, platform)
                 if shape is not None:
                     found[target.digest] = shape
-        return found
+        return dataclasses.replace(inventory, shapes=found)
 
     async def usages(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:
         """Bytes on disk of the snapshots that exist, by chain id."""
@@ -239,16 +233,10 @@ class LocalImages:
         for layer in shape.layers:
             if layer.chain_id not in inventory.snapshots:
                 continue
-            size = self._usages.get(layer.chain_id)
-            if size is None:
-                try:
-                    size = await self._runtime.usage(layer.chain_id)
-                except base.RuntimeCallError as error:
-                    if error.code != "NOT_FOUND":
-                        raise
-                    continue
-                self._usages[layer.chain_id] = size
-            found[layer.chain_id] = size
+            with base.allowing("NOT_FOUND"):
+                if layer.chain_id not in self._usages:
+                    self._usages[layer.chain_id] = await self._runtime.layers.usage(layer.chain_id)
+                found[layer.chain_id] = self._usages[layer.chain_id]
         return found
 
     async def parts(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:
@@ -265,13 +253,11 @@ class LocalImages:
         return parts
 
     async def freeable(
-        self,
-        shapes: Mapping[str, manifest.Shape],
-        inventory: base.ImageInventory,
-        pinned: list[Mapping[str, int]],
+        self, inventory: base.ImageInventory, pinned: list[Mapping[str, int]]
     ) -> int:
         """Bytes that garbage collection may take: of images neither pinned nor in use."""
-        every = [await self.parts(shape, inventory) for shape in shapes.values()]
-        used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
+        shapes = inventory.shapes.values()
+        every = [await self.parts(shape, inventory) for shape in shapes]
+        used = [shape for shape in shapes if shape.image_id in inventory.in_use]
         kept = [*pinned, *[await self.parts(shape, inventory) for shape in used]]
         return max(0, union(every) - union(kept))

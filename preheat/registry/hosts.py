@@ -18,10 +18,10 @@ from typing import Any
 
 import kit.files
 import kit.slips
-from preheat.image import hub
+from preheat.image import manifest
 
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::(\d+))?")
-_DOCKER_HUB = {hub.NAME: hub.SERVER}
+_DOCKER_HUB = {manifest.HUB: manifest.HUB_SERVER}
 _ABILITIES = frozenset({"pull", "resolve", "push"})
 
 

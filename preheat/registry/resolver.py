@@ -6,13 +6,12 @@ answer is good for ``refresh``; after a failure the next lookup waits as its cla
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
 
 import kit.errors
-from preheat import settings
 from preheat.image import manifest
 from preheat.registry import client as registry
 from preheat.registry import credentials, failure, schedule
@@ -36,8 +35,17 @@ class Lookup:
     has_login: bool = False
     mirrored: bool = False
     at: float = 0.0  # Unix time of the answer; 0 before the first
+    here: str | None = None  # the digest that the node has for it; None: not looked yet
+    moved_at: float = 0.0  # Unix time at which that changed; 0: not since we look
     failed: failure.PullFailure | None = None
     task: asyncio.Task[None] | None = None
+
+    def saw_here(self, digest: str, now: float) -> bool:
+        """Whether it is another digest than before. At first sight the registry is right."""
+        moved = self.here not in (None, digest)
+        if self.here != digest:
+            self.here, self.moved_at = digest, now if moved else 0.0
+        return moved
 
     @property
     def leaves_it_to_the_runtime(self) -> bool:
@@ -63,7 +71,7 @@ class Resolver:
     ) -> None:
         self._client = client
         self._logins = logins
-        self._turns = turns
+        self.turns = turns
         self._changed = changed
         self._slots = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._lookups: dict[str, Lookup] = {}
@@ -77,22 +85,24 @@ class Resolver:
         lookup = self._lookups.get(ref)
         return lookup.shape.top.digest if lookup is not None and lookup.shape is not None else ""
 
-    def request(self, refs: Collection[str], section: settings.PreheatSettings) -> None:
-        """Keep answers for exactly these references; start the lookups that are due."""
-        for gone in self._lookups.keys() - set(refs):
+    def request(self, refs: Mapping[str, bool]) -> None:
+        """Keep answers for exactly these references; start the lookups that are due. True: an
+        operator waits for it."""
+        now = time.time()
+        self.turns.want(refs, now)
+        for gone in self._lookups.keys() - refs.keys():
             lookup = self._lookups.pop(gone)
             if lookup.task is not None:
                 lookup.task.cancel()
-        now = time.time()
         for ref in sorted(refs):
             lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref)))
             if lookup.task is None and self.turn(lookup) <= now:
-                lookup.task = asyncio.create_task(self._run(lookup, section), name=f"look up {ref}")
+                lookup.task = asyncio.create_task(self._run(lookup), name=f"look up {ref}")
 
     def turn(self, lookup: Lookup) -> float:
         """Unix time of its next look-up; infinite when there is none."""
         fixed = lookup.ref.digest is not None and lookup.shape is not None
-        return self._turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
+        return self.turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
 
     def again(self, ref: str) -> None:
         """Forget the failure and look up when its turn comes: now, once it was looked up."""
@@ -106,21 +116,38 @@ class Resolver:
         if lookup is not None and lookup.failed is None:
             lookup.at = 0.0
 
+    def is_newer_here(self, ref: str, here: str) -> bool:
+        """Whether the node's digest of a tag is newer than the registry's answer. Asks again.
+
+        A kubelet that pulls a moved tag knows the registry's answer before the next lookup does.
+        From then until that lookup the node's digest counts: it is what pods use.
+        """
+        lookup = self._lookups.get(ref)
+        if lookup is None:
+            return False
+        moved = lookup.saw_here(here, time.time())
+        other = bool(here) and lookup.shape is not None and lookup.shape.top.digest != here
+        if moved and other:
+            log.info("tag moved on the node", image=ref, digest=here)
+            self.again(ref)
+            self._changed()
+        return other and lookup.moved_at > lookup.at
+
     async def close(self) -> None:
         tasks = [each.task for each in self._lookups.values() if each.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
+    async def _run(self, lookup: Lookup) -> None:
         try:
             async with self._slots:
-                await self._ask(lookup, section)
+                await self._ask(lookup)
             if lookup.failed is not None:
                 log.info("image lookup works again", image=lookup.ref.text)
             lookup.failed = None
             lookup.at = time.time()
-            self._turns.answered(lookup.ref.text, lookup.at)
+            self.turns.answered(lookup.ref.text, lookup.at)
         except PullError as error:
             self._failed(lookup, error)
         except kit.errors.AgentError as error:  # a credential source
@@ -140,21 +167,22 @@ class Resolver:
                 "image lookup failed", image=lookup.ref.text, kind=str(error.kind), error=str(error)
             )
         attempts = old.attempts + 1 if old is not None else 1
-        lookup.failed = self._turns.failed(lookup.ref.text, error, attempts, time.time())
+        lookup.failed = self.turns.failed(lookup.ref.text, error, attempts, time.time())
         if lookup.failed.retry_at is not None:
             wait = lookup.failed.retry_at - time.time()
             asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
 
-    async def _ask(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
+    async def _ask(self, lookup: Lookup) -> None:
+        section = self.turns.section
         ref, text = lookup.ref, lookup.ref.text
         old = lookup.shape.top.digest if lookup.shape is not None else ""
         lookup.mirrored = True  # unless its hosts.toml says otherwise
-        found = await self.logins(ref, section)
+        found = await self.logins(ref)
         lookup.has_login = bool(found.logins)
         lookup.mirrored = await self._client.is_mirrored(ref)
 
         async def find(fresh: bool) -> credentials.Found:
-            return await self.logins(ref, section, fresh=True) if fresh else found
+            return await self.logins(ref, fresh=True) if fresh else found
 
         target, login = await credentials.attempt(
             find, lambda login: self._client.resolve(ref, login)
@@ -180,8 +208,6 @@ class Resolver:
             # Without a login no secret is used for it, as far as this node knows.
             return None, error if lookup.has_login else None
 
-    async def logins(
-        self, ref: manifest.Reference, section: settings.PreheatSettings, *, fresh: bool = False
-    ) -> credentials.Found:
+    async def logins(self, ref: manifest.Reference, *, fresh: bool = False) -> credentials.Found:
         """What is there now to pull ``ref`` with."""
-        return await self._logins.find(ref, section.credentials, fresh=fresh)
+        return await self._logins.find(ref, self.turns.section.credentials, fresh=fresh)

@@ -4,8 +4,9 @@ The runtime is the room's only database. A ``Hold`` is a record that the runtime
 pull and its bytes, a pinned image, or a note. A new agent finds the holds of the one before it.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +46,16 @@ class InvalidCallError(kit.errors.AgentError):
     exit_code = 3
 
 
+@contextlib.contextmanager
+def allowing(code: str) -> Iterator[None]:
+    """Pass over an answer with this gRPC status."""
+    try:
+        yield
+    except RuntimeCallError as error:
+        if error.code != code:
+            raise
+
+
 @dataclass(frozen=True)
 class Record:
     """One image record: a name that the runtime resolves to a top-level digest.
@@ -72,10 +83,10 @@ class Hold:
 
     ``pull``: a running or interrupted pull with all its bytes; it ends by itself at ``expires``.
     ``pin``: an image that garbage collection must not take. ``note``: keeps no bytes; its ``state``
-    says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``).
+    says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``). Each pin
+    of an inventory has a ``target``.
     """
 
-    id: str
     role: Role
     ref: str
     by: By
@@ -86,6 +97,12 @@ class Hold:
     keep: str = ""  # the pin rule as desired.Request writes it
     created: float = 0.0
     expires: float | None = None
+    id: str = ""  # the runtime's, see ``hold_id``; empty: not made yet
+
+    @property
+    def digest(self) -> str:
+        """Of the target; empty without one."""
+        return "" if self.target is None else self.target.digest
 
 
 def hold_id(hold: Hold) -> str:
@@ -93,7 +110,7 @@ def hold_id(hold: Hold) -> str:
 
     A note that the settings dropped an image stands beside what an operator said about it.
     """
-    own = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
+    own = hold.digest if hold.role == "pin" else ""
     if hold.role == "note" and hold.state == "dropped":
         own = hold.state
     key = hashlib.sha256(f"{hold.ref}\n{own}".encode()).hexdigest()[:24]
@@ -118,7 +135,8 @@ class Ingest:
 
 @dataclass(frozen=True)
 class ImageInventory:
-    """What the runtime has at one moment."""
+    """What the runtime has at one moment. ``shapes`` says, by top digest, what its images and pins
+    consist of; the others are not readable, or were not read yet (``estimate.LocalImages``)."""
 
     records: tuple[Record, ...] = ()
     content: Mapping[str, int] = field(default_factory=dict)  # digest -> bytes
@@ -133,12 +151,17 @@ class ImageInventory:
     unknown_holds: tuple[str, ...] = ()  # ids of holds of agents that are not understood
     in_use: frozenset[str] = frozenset()  # image ids of containers and of their image volumes
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
+    asked: float = 0.0  # monotonic time before the runtime was asked
     images_path: str = ""  # the directory in which the runtime keeps images
     listed: frozenset[str] | None = None  # names that it tells the kubelet; None: all records
+    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)
 
     def held(self, role: Role, ref: str | None = None) -> list[Hold]:
         """The holds of one role, of one reference or all."""
         return [h for h in self.holds if h.role == role and ref in (None, h.ref)]
+
+    def notes(self, state: str) -> list[Hold]:
+        return [hold for hold in self.held("note") if hold.state == state]
 
     def target_of(self, ref: str) -> manifest.Target | None:
         """What ``ref`` names in the runtime now."""

@@ -12,91 +12,24 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, leases, marks, unpacked
+from preheat.runtimes import base, cri, holds, store
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
-
-# What to put right in containerd so that each pin is whole and nothing is left of one. Pure.
-
-# A hold that expires is renewed when less than this share of its time is left.
-RENEW_BELOW = 0.5
-# One with so much more than its time was made before the setting was shortened.
-SHORTENED_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Mends:
-    """``unmarked``: pins whose record lost its mark. ``stray``: records whose mark of ours stands
-    for no pin. ``renew``: holds whose expiry must change.
-    """
-
-    unmarked: tuple[base.Hold, ...] = ()
-    stray: tuple[base.Record, ...] = ()
-    renew: tuple[base.Hold, ...] = ()
-
-
-def decide(
-    inventory: base.ImageInventory, honoured: bool | None, release_after: float | None, now: float
-) -> Mends:
-    """``honoured``: whether the runtime tells the kubelet about marks; None while not known."""
-    records = {each.name: each for each in inventory.records}
-    # What somebody else pins is left to them.
-    others = {r.target.digest for r in inventory.records if r.pinned and r.name not in _ids(r)}
-    pins = {hold.image_id: hold for hold in inventory.held("pin") if hold.image_id}
-    unmarked = []
-    for image_id, hold in pins.items():
-        record = records.get(image_id)
-        if honoured is False or record is None or record.target.digest in others:
-            continue
-        # Setting a mark also tells whether the runtime honours it.
-        if honoured is None or not (record.pinned and record.ours):
-            unmarked.append(hold)
-    kept = pins.keys() if honoured is not False else set()
-    stray = [each for each in inventory.records if each.ours and each.name not in kept]
-    lasting = [hold for hold in inventory.holds if hold.role != "pull"]
-    renew = [hold for hold in lasting if _is_due(hold, release_after, now)]
-    return Mends(tuple(unmarked), tuple(stray), tuple(renew))
-
-
-def _ids(record: base.Record) -> tuple[str, ...]:
-    """The names under which we mark a record: its image id."""
-    return (record.name,) if record.name.startswith("sha256:") else ()
-
-
-def _is_due(hold: base.Hold, release_after: float | None, now: float) -> bool:
-    if release_after is None:
-        return hold.expires is not None
-    if hold.expires is None:
-        return True
-    left = hold.expires - now
-    return not release_after * RENEW_BELOW <= left <= release_after + SHORTENED_SECONDS
-
+from preheat.runtimes.base import allowing
 
 log = structlog.get_logger("preheat")
 
 MANAGED = "io.cri-containerd.image"
-LAST_USED = "nodeagent/last-used"
-# Until the runtime names one: containerd's default.
-SNAPSHOTTER = "overlayfs"
 _SNAPSHOTTER_PATH = "io.containerd.snapshotter.v1."
 _UNPACKED_BY = "containerd.io/gc.ref.snapshot."  # on an image's config, with the top chain id
 MOST_SNAPSHOTTERS = 8
-# Those that unpack a layer's blob. Others may mount the layer, and then want no blob.
-_UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blockfile", "erofs"})
-# On snapshots whose files are fetched when they are read: of stargz and soci, of nydus. Not others
-# that begin alike: soci has /remote/... on layers that it unpacked, too, and containerd fetches and
-# unpacks the layer that nydus marks as its bootstrap.
-_REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
-_ORIGIN = "containerd.io/distribution.source."
-WRITE_CHUNK = 2 * 1024**2
 _CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
     "ImageCreate": "made",
     "ImageUpdate": "moved",
@@ -104,206 +37,109 @@ _CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
 }
 
 
-class Containerd(cri.CriRuntime):
+class Containerd:
     """One containerd with its CRI plugin. Coroutines raise RuntimeCallError or a subclass."""
 
     def __init__(self, socket: Path) -> None:
-        super().__init__(socket)
-        self._snapshotter = SNAPSHOTTER  # the one that CRI unpacks into
-        self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
-        self._remote: frozenset[str] = frozenset()  # chain ids
-        self._durable: frozenset[str] = frozenset()  # chain ids
+        self.connection = cri.Connection(socket)
+        self.cri = cri.Cri(self.connection)
+        self.marks = holds.Marks(self.connection)
+        self._leases = holds.Leases(self.connection)
+        self.content = store.Content(self.connection, self._leases)
+        self.layers = store.Layers(self.connection)
         # Seconds after which containerd itself ends pins and notes that no agent renews.
         self.release_after: float | None = None
-        self._leases = leases.Leases(self.connection)
-        self._marks = marks.Marks(self.connection)
-        self._layers = unpacked.Unpacked(self.connection, self._snapshot)
         self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
-
-    @property
-    def unpacks(self) -> bool:
-        """Whether it unpacks the blobs that we write, so that we can limit the rate."""
-        return self._snapshotter in _UNPACKING
 
     @property
     def honours_pins(self) -> bool | None:
         """Whether it tells the kubelet which images are pinned; None while not known.
 
         Found by trying at the first pin. Pins that expire have no label, which never would."""
-        return False if self.release_after is not None else self._marks.honoured
+        return False if self.release_after is not None else self.marks.honoured
 
     async def connect(self) -> str:
         answer = await self.connection.read(api.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         if answer.version != self._version:
-            self._marks.honoured = None  # another version may honour what the last one did not
+            self.marks.honoured = None  # another version may honour what the last one did not
         self._checked = False
         self._version = answer.version
-        paths = await self._image_paths(deadline=cri.PROBE_SECONDS)
+        paths = await self.cri.image_paths(deadline=cri.PROBE_SECONDS)
         self._images_path = paths[-1] if paths else self._images_path
         name = self._images_path.rpartition(_SNAPSHOTTER_PATH)[2]
         if name != self._images_path and "/" not in name:
-            self._snapshotter = name
+            self.layers.snapshotter = name
         return f"containerd {answer.version}"
+
+    async def close(self) -> None:
+        await self.connection.close()
 
     # --- what it has ------------------------------------------------------------------------------
 
-    async def _records(self, *filters: str) -> list[pb.Image]:
-        answer = await self.connection.read(api.LIST_IMAGES, pb.ListRequest(filters=filters))
-        return [each for each in answer.images if each.HasField("target")]
-
     async def inventory(self) -> base.ImageInventory:
+        asked = time.monotonic()
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
-        names = {self._snapshotter: None}  # in this order
+        names = {self.layers.snapshotter: None}  # in this order
         async for part in self.connection.stream(api.LIST_CONTENT, pb.ListRequest()):
             await asyncio.sleep(0)  # a part has some hundred blobs: let others run in between
             for info in part.info:
                 content[info.digest] = info.size
                 for label, value in info.labels.items():
-                    if label == LAST_USED:
+                    if label == store.LAST_USED:
                         with contextlib.suppress(ValueError):
                             last_used[info.digest] = float(value)
                     elif label.startswith(_UNPACKED_BY) and len(names) < MOST_SNAPSHOTTERS:
                         # A newer containerd may write more behind the name.
                         names[label.removeprefix(_UNPACKED_BY).partition("/")[0]] = None
-        snapshots = await self._snapshots(names)
+        snapshots = await self.layers.labels(names)
         found_leases = await self._leases.all()
         records = tuple(
-            marks.record_of(each, base.Record(each.name, _target(each.target)))
-            for each in await self._records()
+            holds.record_of(each, _target(each.target))
+            for each in await api.images(self.connection)
         )
         return base.ImageInventory(
-            in_use=await self._images_in_use(records),
+            in_use=await self.cri.images_in_use(records),
             records=records,
             content=content,
-            snapshots=snapshots,
-            remote=self._remote,
-            durable=self._durable,
-            listed=await self._listed(),
-            ingests=await self.ingests(),
-            holds=tuple(hold for lease in found_leases if (hold := api.hold_of(lease)) is not None),
-            newer_holds=sum(api.is_newer(lease) for lease in found_leases),
-            unknown_holds=tuple(lease.id for lease in found_leases if api.hold_of(lease) is None),
+            snapshots=frozenset(snapshots),
+            remote=frozenset(d for d, labels in snapshots.items() if store.is_remote(labels)),
+            durable=frozenset(d for d, labels in snapshots.items() if labels.get(store.DURABLE)),
+            listed=await self.cri.listed(),
+            ingests=await self.content.ingests(),
+            holds=tuple(
+                hold for lease in found_leases if (hold := holds.hold_of(lease)) is not None
+            ),
+            newer_holds=sum(holds.is_newer(lease) for lease in found_leases),
+            unknown_holds=tuple(lease.id for lease in found_leases if holds.hold_of(lease) is None),
             last_used=last_used,
             images_path=self._images_path,
+            asked=asked,
         )
-
-    async def _snapshots(self, names: Iterable[str]) -> frozenset[str]:
-        """Chain ids of all unpacked layers, whichever of these snapshotters has them."""
-        found: set[str] = set()
-        elsewhere: dict[str, str] = {}
-        remote: set[str] = set()
-        durable: set[str] = set()
-        for name in names:
-            listing = pb.ListSnapshotsRequest(snapshotter=name)
-            try:
-                async for part in self.connection.stream(api.LIST_SNAPSHOTS, listing):
-                    for each in part.info:
-                        if each.kind == pb.COMMITTED and each.name not in found:
-                            found.add(each.name)
-                            if is_remote(each.labels):
-                                remote.add(each.name)
-                            if each.labels.get(unpacked.DURABLE, ""):
-                                durable.add(each.name)
-                            if name != self._snapshotter:
-                                elsewhere[each.name] = name
-            except (base.RuntimeGoneError, base.RuntimeSlowError):
-                raise
-            except base.RuntimeCallError as error:  # it was taken out of containerd's settings
-                log.debug("snapshotter does not answer", name=name, error=str(error))
-        self._unpacked, self._remote = elsewhere, frozenset(remote)
-        self._durable = frozenset(durable)
-        return frozenset(found)
-
-    async def ingests(self) -> dict[str, base.Ingest]:
-        """Half-fetched blobs by digest, whoever fetches them."""
-        found: dict[str, base.Ingest] = {}
-        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, dash, digest = each.ref.partition("-")
-            if dash and manifest.is_digest(digest):
-                side = "ours" if kind == "nodeagent" else "theirs"
-                known = found.get(digest, base.Ingest())
-                found[digest] = dataclasses.replace(known, **{side: each.offset})
-        return found
 
     async def progress(self, layers: Sequence[manifest.Layer]) -> dict[str, base.LayerState]:
         """Asks at most one question for each layer that is neither fetched now nor unpacked."""
-        ingests = await self.ingests()
+        ingests = await self.content.ingests()
         found: dict[str, base.LayerState] = {}
         below = True  # containerd unpacks layers from the lowest up
         for layer in layers:
-            below = below and await self._is_unpacked(layer.chain_id)
+            below = below and await self.layers.has(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                remote = not self.unpacks and not await self._has_content(layer.digest)
+                remote = not self.layers.unpacks and not await self.content.has(layer.digest)
                 state = base.LayerState(layer.size, unpacked=True, remote=remote)
             elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
-                done = ingest.ours is not None and await self._has_content(layer.digest)
+                done = ingest.ours is not None and await self.content.has(layer.digest)
                 theirs = layer.size if done else ingest.theirs
                 state = base.LayerState(ingest.offset, unpacked=False, theirs=theirs)
             else:
-                here = layer.size if await self._has_content(layer.digest) else 0
+                here = layer.size if await self.content.has(layer.digest) else 0
                 state = base.LayerState(here, unpacked=False)
             found[layer.digest] = state
         return found
-
-    async def _is_unpacked(self, chain_id: str) -> bool:
-        with leases.allowing("NOT_FOUND"):
-            await self.connection.read(api.STAT_SNAPSHOT, self._snapshot(chain_id))
-            return True
-        return False
-
-    async def _has_content(self, digest: str) -> bool:
-        with leases.allowing("NOT_FOUND"):
-            await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
-            return True
-        return False
-
-    def _snapshot(self, chain_id: str) -> pb.SnapshotRequest:
-        name = self._unpacked.get(chain_id, self._snapshotter)
-        return pb.SnapshotRequest(snapshotter=name, key=chain_id)
-
-    async def read(self, digest: str) -> bytes:
-        """A manifest or config from the store; at most 8 MiB."""
-        data = bytearray()
-        request = pb.ReadContentRequest(digest=digest)
-        async for part in self.connection.stream(api.READ_CONTENT, request):
-            data += part.data
-            if len(data) > manifest.LARGEST_DOCUMENT:
-                raise base.RuntimeCallError(
-                    digest,
-                    f"it has more than {manifest.LARGEST_DOCUMENT} bytes",
-                    "no manifest is so large",
-                )
-        return bytes(data)
-
-    async def usage(self, chain_id: str) -> int:
-        """Bytes that one unpacked layer takes on disk."""
-        return (await self.connection.read(api.USAGE, self._snapshot(chain_id))).size
-
-    async def note_use(self, digest: str, when: float | None) -> None:
-        """Store when the image was last used (Unix time)."""
-        labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
-        info = pb.ContentInfo(digest=digest, labels=labels)
-        request = pb.UpdateContentRequest(info=info, update_mask=marks.label_mask(LAST_USED))
-        # Forgetting may come after the image has gone.
-        with leases.allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
-            await self.connection.change(api.UPDATE_CONTENT, request)
-
-    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
-        """Store that these layers are durable, or that nothing is known of them."""
-        await self._layers.note(chain_ids, durable=durable)
-
-    async def unpack_again(
-        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
-    ) -> None:
-        """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
-        top of them for a pull to bring them. ``deadline``: seconds for one layer."""
-        await self._layers.again(layers, which, deadline)
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -319,97 +155,22 @@ class Containerd(cri.CriRuntime):
         After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
 
-    # --- pull -------------------------------------------------------------------------------------
-
-    async def pull(
-        self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
-    ) -> str:
-        """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
-        return await self._pull_image(ref, login, hold.id, deadline)
-
-    async def write(
-        self,
-        digest: str,
-        size: int,
-        source: manifest.Blobs,
-        hold: base.Hold,
-        origin: tuple[str, str],
-    ) -> None:
-        """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
-
-        ``origin``: the registry and the repository that have it, too.
-        """
-        labels = {f"{_ORIGIN}{origin[0]}": origin[1]}
-        ref = f"{base.OWN_PREFIX}{digest}"
-        writer = cri.Exchange(self.connection, api.WRITE, hold.id)
-        try:
-            with leases.allowing("ALREADY_EXISTS"):
-                start = pb.WriteContentRequest(action=pb.STAT, ref=ref, total=size, expected=digest)
-                offset = (await writer.send(start)).offset
-                if offset < size:
-                    offset = await self._send(writer, ref, size, offset, source)
-                commit = pb.WriteContentRequest(
-                    action=pb.COMMIT,
-                    ref=ref,
-                    total=size,
-                    expected=digest,
-                    offset=offset,
-                    labels=labels,
-                )
-                await writer.send(commit)
-        finally:
-            writer.close()
-        # The store may have had the blob before, with no lease of ours on it.
-        await self._leases.add(hold.id, leases.content(digest))
-
-    @staticmethod
-    async def _send(
-        writer: cri.Exchange[pb.WriteContentRequest, pb.WriteContentResponse],
-        ref: str,
-        size: int,
-        offset: int,
-        source: manifest.Blobs,
-    ) -> int:
-        """Send the blob from ``offset`` on; where it ends."""
-        async for chunk in source(offset):
-            for begin in range(0, len(chunk), WRITE_CHUNK):
-                data = chunk[begin : begin + WRITE_CHUNK]  # no copy of a chunk that is small enough
-                await writer.send(
-                    pb.WriteContentRequest(
-                        action=pb.WRITE, ref=ref, total=size, offset=offset, data=data
-                    )
-                )
-                offset += len(data)
-        return offset
-
-    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Delete half-fetched blobs."""
-        kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, _, digest = each.ref.partition("-")
-            if digest in digests and kind in kinds:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self.connection.change(api.ABORT, pb.AbortRequest(ref=each.ref))
-
     # --- pin and heal -----------------------------------------------------------------------------
 
     async def pin(self, hold: base.Hold) -> base.Hold:
         """Keep ``hold.target``; the hold, completed with its record names and image id."""
-        assert hold.target is not None
-        digest = hold.target.digest
-        names = [each.name for each in await self._records(f"target.digest=={digest}")]
+        names = [each.name for each in await api.images(self.connection, hold.digest)]
         # The tag may have moved since its pull: an id of another image must not name this one.
         ids = [name for name in names if manifest.is_digest(name)]
         image_id = hold.image_id if hold.image_id in ids or not ids else ids[0]
         # The image-id record first: healed before the others, it brings the mark with it. The lease
         # holds a limited number of names, so those that matter least come last.
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
-        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: api.MOST_NAMES]))
+        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: holds.MOST_NAMES]))
         hold = await self.begin(hold)
-        await self._leases.add(hold.id, leases.content(digest))
+        await self._leases.add(hold.id, holds.content(hold.digest))
         if self.release_after is None:
-            await self._marks.set(hold)
+            await self.marks.set(hold)
         return hold
 
     async def unpin(self, hold: base.Hold) -> None:
@@ -419,12 +180,8 @@ class Containerd(cri.CriRuntime):
             for each in await self._leases.holds()
         )
         if not shared:
-            await self._marks.clear(hold)
+            await self.marks.clear(hold)
         await self._leases.delete(hold.id)
-
-    async def clear_marks(self, records: Sequence[base.Record]) -> None:
-        """Clear marks of ours on records."""
-        await self._marks.clear_stray(records)
 
     async def tend(self, inventory: base.ImageInventory) -> bool:
         """Put right what an interrupted or removed agent left: pins without their content or mark,
@@ -437,9 +194,9 @@ class Containerd(cri.CriRuntime):
             self._checked = True
             if changes:  # the rest with what is there now
                 return True
-        mends = decide(inventory, self.honours_pins, self.release_after, time.time())
+        mends = holds.decide(inventory, self.honours_pins, self.release_after, time.time())
         for hold in mends.unmarked:
-            await self._marks.set(hold)
+            await self.marks.set(hold)
         for hold in mends.renew:
             expires = None if self.release_after is None else time.time() + self.release_after
             await self._leases.renew(hold, dataclasses.replace(hold, expires=expires))
@@ -448,18 +205,18 @@ class Containerd(cri.CriRuntime):
             held = {hold.image_id for hold in await self._leases.holds() if hold.role == "pin"}
             gone = self.honours_pins is False
             stray = [each for each in mends.stray if gone or each.name not in held]
-            changes += await self._marks.clear_stray(stray)
+            changes += await self.marks.clear_stray(stray)
         return bool(changes)
 
     async def _complete_pins(self, inventory: base.ImageInventory) -> int:
         """Give a pin its content when whoever made the lease was interrupted before that."""
         count = 0
         for hold in inventory.held("pin"):
-            if hold.target is None or hold.id.endswith(leases.RENEWAL):
+            if hold.id.endswith(holds.RENEWAL):
                 continue
-            wanted = leases.content(hold.target.digest)
+            wanted = holds.content(hold.digest)
             held = await self._leases.resources(hold.id)
-            if wanted not in held and await self._has_content(wanted.id):
+            if wanted not in held and await self.content.has(wanted.id):
                 await self._leases.add(hold.id, wanted)
                 count += 1
         return count
@@ -472,16 +229,16 @@ class Containerd(cri.CriRuntime):
         for name in hold.names:
             labels = {MANAGED: "managed"}
             if name == hold.image_id and self.honours_pins is not False:
-                labels |= marks.labels()
+                labels |= holds.labels()
             record = pb.Image(name=name, labels=labels, target=target)
-            with leases.allowing("ALREADY_EXISTS"):
+            with allowing("ALREADY_EXISTS"):
                 await self.connection.change(api.CREATE_IMAGE, pb.CreateImageRequest(image=record))
                 healed += 1
         return healed
 
     async def target_of(self, name: str) -> manifest.Target | None:
         """What an image record names now; None without one."""
-        with leases.allowing("NOT_FOUND"):
+        with allowing("NOT_FOUND"):
             answer = await self.connection.read(api.GET_IMAGE, pb.GetImageRequest(name=name))
             return _target(answer.image.target)
         return None
@@ -499,9 +256,14 @@ class Containerd(cri.CriRuntime):
                 yield base.Change(event.name, how)
 
 
-def is_remote(labels: Mapping[str, str]) -> bool:
-    """Whether the files of a snapshot come from the registry when they are read."""
-    return not _REMOTE.isdisjoint(labels)
+@contextlib.asynccontextmanager
+async def connected(socket: Path) -> AsyncIterator[tuple[Containerd, str]]:
+    """The containerd at a socket while the block runs, and what it says it is."""
+    made = Containerd(socket)
+    try:
+        yield made, await made.connect()
+    finally:
+        await made.close()
 
 
 def _target(found: pb.Descriptor) -> manifest.Target:

@@ -1,34 +1,15 @@
-"""containerd's methods, each changing one with its check, and the form of a hold as a lease.
+"""containerd's methods, each changing one with its check."""
 
-A hold is a containerd lease, and the lease's labels are its whole state:
-
-id       nodeagent-pull-<h>, nodeagent-pin-<h>, nodeagent-note-<h> (base.hold_id)
-labels   nodeagent/owner = preheat        what our listing filters by
-         nodeagent/role, /ref, /by, /state, /keep, /created, /image-id
-         nodeagent/target = JSON          media type, digest and size of the top descriptor
-         nodeagent/name.<n>               image records to restore
-         containerd.io/gc.expire          pulls only: nothing stays for ever when an agent dies
-"""
-
-import dataclasses
-import datetime
-import json
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from google.protobuf import field_mask_pb2
 
 from preheat.image import manifest
 from preheat.runtimes import base
 from preheat.runtimes import containerd_pb2 as pb
-from preheat.runtimes.cri import (
-    LARGEST_REQUEST,
-    Empty,
-    Method,
-    check_lease,
-    require,
-)
+from preheat.runtimes.cri import LARGEST_REQUEST, Connection, Empty, Method, check_lease, require
 
 # containerd's own limit for one label, key and value together.
 LARGEST_LABEL = 4096
@@ -40,8 +21,8 @@ _INGEST = re.compile(r"[a-z]+-sha256:[0-9a-f]{64}")
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _plain(text: str, most: int = 1024) -> bool:
-    return 0 < len(text) <= most and text.isprintable() and text.strip() == text
+def _plain(text: str) -> bool:
+    return 0 < len(text) <= 1024 and text.isprintable() and text.strip() == text
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
@@ -209,84 +190,12 @@ CHANGING: tuple[Method[Any, Any], ...] = (
 )
 
 
-# --- holds as leases ------------------------------------------------------------------------------
-
-OWNER_FILTER = 'labels."nodeagent/owner"==preheat'
-EXPIRE = "containerd.io/gc.expire"
-MOST_NAMES = 16
-FORMAT = 1  # of our leases' labels; leases without the label are of format 1
-_P = "nodeagent/"
+def label_mask(*labels: str) -> field_mask_pb2.FieldMask:
+    return field_mask_pb2.FieldMask(paths=[f"labels.{label}" for label in labels])
 
 
-def lease_labels(hold: base.Hold) -> dict[str, str]:
-    found = {
-        _P + "owner": "preheat",
-        _P + "format": str(FORMAT),
-        _P + "role": hold.role,
-        _P + "ref": hold.ref,
-        _P + "by": hold.by,
-        _P + "created": f"{hold.created:.0f}",
-    }
-    texts = {"state": hold.state, "keep": hold.keep, "image-id": hold.image_id}
-    for key, value in texts.items():
-        if value:
-            found[_P + key] = value
-    if hold.target is not None:
-        found[_P + "target"] = json.dumps(dataclasses.asdict(hold.target), separators=(",", ":"))
-    for position, name in enumerate(hold.names[:MOST_NAMES]):
-        found[f"{_P}name.{position}"] = name
-    if hold.expires is not None:
-        when = datetime.datetime.fromtimestamp(hold.expires, datetime.UTC)
-        found[EXPIRE] = when.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return found
-
-
-def is_newer(lease: pb.Lease) -> bool:
-    """Whether a newer agent made the lease."""
-    found = lease.labels.get(_P + "format", "1")
-    return not found.isdecimal() or int(found) > FORMAT
-
-
-def hold_of(lease: pb.Lease) -> base.Hold | None:
-    """The hold that a lease is; None when it is not ours, of a newer agent or makes no sense."""
-    if is_newer(lease):
-        return None
-    found = dict(lease.labels)
-    role, by = found.get(_P + "role", ""), found.get(_P + "by", "")
-    ref = found.get(_P + "ref", "")
-    if role not in ("pull", "pin", "note") or by not in ("operator", "policy", "retained"):
-        return None
-    try:
-        target = _target(found.get(_P + "target"))
-        created = float(found.get(_P + "created", "0"))
-        expires = None
-        if EXPIRE in found:
-            expires = datetime.datetime.fromisoformat(found[EXPIRE]).timestamp()
-    except (ValueError, TypeError, KeyError):
-        return None
-    if not ref or (role == "pin" and target is None):
-        return None
-    keys = (f"{_P}name.{position}" for position in range(MOST_NAMES))
-    return base.Hold(
-        id=lease.id,
-        role=cast(base.Role, role),
-        ref=ref,
-        by=cast(base.By, by),
-        target=target,
-        image_id=found.get(_P + "image-id", ""),
-        names=tuple(found[key] for key in keys if key in found),
-        state=found.get(_P + "state", ""),
-        keep=found.get(_P + "keep", ""),
-        created=created,
-        expires=expires,
-    )
-
-
-def _target(text: str | None) -> manifest.Target | None:
-    if text is None:
-        return None
-    value = json.loads(text)
-    target = manifest.Target(str(value["media_type"]), str(value["digest"]), int(value["size"]))
-    if not manifest.is_digest(target.digest) or target.size <= 0 or not target.media_type:
-        raise ValueError(text)
-    return target
+async def images(connection: Connection, digest: str = "") -> list[pb.Image]:
+    """All image records, or those of one image."""
+    filters = [f"target.digest=={digest}"] if digest else []
+    answer = await connection.read(LIST_IMAGES, pb.ListRequest(filters=filters))
+    return [each for each in answer.images if each.HasField("target")]

@@ -29,7 +29,7 @@ import grpc.aio
 from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
-import kit.sockets
+import kit.files
 from preheat.image import manifest
 from preheat.runtimes import base, cri_pb2
 
@@ -144,9 +144,9 @@ class Breaker:
 class Connection:
     """A connection to containerd's socket."""
 
-    def __init__(self, socket: Path, namespace: str = NAMESPACE) -> None:
+    def __init__(self, socket: Path) -> None:
         self._socket = socket
-        self._metadata: Metadata = (("containerd-namespace", namespace),)
+        self._metadata: Metadata = (("containerd-namespace", NAMESPACE),)
         self._channel: grpc.aio.Channel | None = None
         self._slots = asyncio.Semaphore(MOST_CALLS_AT_ONCE)
         self._watch: asyncio.Task[None] | None = None
@@ -158,7 +158,7 @@ class Connection:
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(
-                kit.sockets.grpc_address(self._socket),
+                kit.files.grpc_address(self._socket),
                 options=[
                     ("grpc.max_receive_message_length", LARGEST_ANSWER),
                     ("grpc.max_send_message_length", LARGEST_REQUEST + 65536),
@@ -366,31 +366,16 @@ PULL_IMAGE = Method(
 )
 
 
-class CriRuntime:
+class Cri:
     """What containerd answers through CRI."""
 
-    def __init__(self, socket: Path) -> None:
-        self.connection = Connection(socket)
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         # Of each container; they never change.
         self._volumes: dict[str, frozenset[str]] = {}
 
-    @property
-    def trips(self) -> int:
-        """How often the runtime went away on a changing call."""
-        return self.connection.breaker.total
-
-    @property
-    def rests(self) -> float:
-        """Seconds until changing calls are allowed again; 0 when they are."""
-        return self.connection.breaker.rests
-
-    async def close(self) -> None:
-        await self.connection.close()
-
-    async def _pull_image(
-        self, ref: str, login: base.Login | None, lease: str, deadline: float
-    ) -> str:
-        """CRI's PullImage; the image id that the runtime gives."""
+    async def pull(self, ref: str, login: base.Login | None, lease: str, deadline: float) -> str:
+        """Pull under a lease; the image id. The lease keeps the bytes if cancelled."""
         request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
         if login is not None:  # this message has a repr, Login has none: do not pass it on
             request.auth.CopyFrom(
@@ -406,19 +391,19 @@ class CriRuntime:
         )
         return answer.image_ref
 
-    async def _image_paths(self, deadline: float = READ_SECONDS) -> list[str]:
+    async def image_paths(self, deadline: float = READ_SECONDS) -> list[str]:
         """The directories in which the runtime keeps images."""
         info = await self.connection.read(IMAGE_FS_INFO, Empty(), deadline)
         return [each.fs_id.mountpoint for each in info.image_filesystems if each.HasField("fs_id")]
 
-    async def _listed(self) -> frozenset[str]:
+    async def listed(self) -> frozenset[str]:
         """The names of all images, as the kubelet hears them."""
         answer = await self.connection.read(LIST_IMAGES, Empty())
         return frozenset(
             name for each in answer.images for name in (*each.repo_tags, *each.repo_digests)
         )
 
-    async def _images_in_use(self, records: Sequence[base.Record]) -> frozenset[str]:
+    async def images_in_use(self, records: Sequence[base.Record]) -> frozenset[str]:
         """The image ids of all containers, and of the images that they have as volumes."""
         answer = await self.connection.read(LIST_CONTAINERS, Empty())
         ids = {each.id for each in answer.containers}
@@ -432,10 +417,7 @@ class CriRuntime:
     async def _volumes_of(self, container: str) -> frozenset[str]:
         """The images that a container has mounted, as the kubelet named them (KEP-4639)."""
         request = cri_pb2.ContainerStatusRequest(container_id=container)
-        try:
+        with base.allowing("NOT_FOUND"):
             answer = await self.connection.read(CONTAINER_STATUS, request)
-        except base.RuntimeCallError as error:
-            if error.code != "NOT_FOUND":
-                raise
-            return frozenset()  # it has gone since the list
-        return frozenset(each.image.image for each in answer.status.mounts if each.image.image)
+            return frozenset(each.image.image for each in answer.status.mounts if each.image.image)
+        return frozenset()  # it has gone since the list

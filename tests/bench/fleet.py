@@ -24,6 +24,7 @@ from typing import Any
 from kube.settings import ThisNode
 from preheat.image import manifest
 from preheat.pulling import reconciler
+from preheat.pulling.pull import PROBED_AFTER
 from preheat.registry import failure, resolver, schedule
 from preheat.registry.failure import Kind, PullError
 from preheat.settings import PreheatSettings
@@ -146,7 +147,7 @@ class Node:
         self, known: failure.PullFailure | None, now: float, pull: bool
     ) -> failure.PullFailure:
         attempts = 1 if known is None else known.attempts + 1
-        if pull and attempts >= reconciler.PROBED_AFTER and self._lookup.failed is None:
+        if pull and attempts >= PROBED_AFTER and self._lookup.failed is None:
             self._answered = 0.0  # as Resolver.probe
         return self._turns.failed(REF, GONE, attempts, now, pull=pull)
 

@@ -26,9 +26,9 @@ import structlog
 import cache.room
 from cache import room
 from kube import client, watching
-from nodeagent.cluster import labels, service, telling, writing
+from nodeagent.cluster import labels, service, trouble, writing
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 from tests.kube import scaled
 
 KINDS = ("leases", "nodes", "events", "nodestorages", "cacheddatasets", "imagesets", "secrets")
@@ -46,8 +46,8 @@ def hurry(pace: float, nodes: float) -> None:
     writing.BEAT_SECONDS /= pace
     writing.LOOK_EACH *= nodes / pace
     writing.ROLL_EACH *= nodes / pace
-    telling.LOOK_SECONDS /= pace
-    telling.BEAT_SECONDS /= pace
+    trouble.LOOK_SECONDS /= pace
+    trouble.BEAT_SECONDS /= pace
     labels.LOOK_SECONDS /= pace
 
 
@@ -56,11 +56,12 @@ def count() -> None:
     real = client.ApiServer._sent
 
     def counted(
-        self: client.ApiServer, method: str, path: str, data: bytes | None = None, kind: str = ""
-    ) -> AbstractAsyncContextManager[Any]:
+        self: client.ApiServer, method: str, path: str, body: dict[str, Any] | None = None,
+        kind: str = "",
+    ) -> AbstractAsyncContextManager[Any]:  # fmt: skip
         requests[what(method, path)] += 1
-        sent["bytes"] += len(data or b"")
-        return real(self, method, path, data, kind)
+        sent["bytes"] += 0 if body is None else len(json.dumps(body))
+        return real(self, method, path, body, kind)
 
     setattr(client.ApiServer, "_sent", counted)  # noqa: B010
 
@@ -138,7 +139,7 @@ class Client:
         )  # fmt: skip
         self._filling = Filling(fill_seconds)
         component: Any = self._filling
-        self._state = State(self._base, running=[Running(_room(), component, started=True)])
+        self._state = State(self._base, running=[RunningRoom(_room(), component, started=True)])
         self._cluster = service.Cluster(
             ClusterSettings.model_validate(asked["kubernetes"]), self._base
         )

@@ -239,7 +239,7 @@ def test_ten_random_budgets(area: Path, node: Agent) -> None:
             assert taken(node, index_too=False) <= most
             assert stored <= files
             shown = node.dataset("a")
-            full = shown["state"] == "complete" or shown["share"] < 1
+            full = shown["state"] == "complete" or shown["kept_share"] < 1
             done = shown["state"] in ("partial", "complete") and full
             return (
                 done

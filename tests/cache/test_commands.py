@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent import api_client
+from nodeagent.commands import client
 from tests.nodeagent.test_main import run
 
 
@@ -43,8 +43,8 @@ class FakeAgent:
             for line in agent.stream:
                 yield line
 
-        monkeypatch.setattr(api_client.Client, "call", call)
-        monkeypatch.setattr(api_client.Client, "lines", lines)
+        monkeypatch.setattr(client.Client, "call", call)
+        monkeypatch.setattr(client.Client, "lines", lines)
         monkeypatch.setenv("NODEAGENT_API", "http://127.0.0.1:1")
 
 
@@ -122,7 +122,7 @@ def test_remote_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:
     body = {"thing": "view /v", "cause": "in use by pid 7", "remedy": "end it", "exit_code": 6}
-    fake.answers["a"] = api_client.RemoteError(body)
+    fake.answers["a"] = client.RemoteError(body)
     assert run(monkeypatch, "dataset", "remove", "a") == 6
     assert capsys.readouterr().err == "nodeagent: view /v: in use by pid 7; end it\n"
 

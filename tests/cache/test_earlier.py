@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache.fill import protocol
-from cache.store import image_copy
+from cache.store import extents, image_copy
 from tests.cache import passes
 from tests.cache.fill.test_blocks import MIB, SIZE, access_of, run, task, write
 from tests.testbed import blockdev, rbdimage
@@ -80,7 +80,7 @@ def test_only_what_changed_is_read(
     assert equal(made, disk / "d" / "2")
     assert run("verify", task(disk / "d" / "2", None)).result == "good"
     # Whole objects are read: a changed block costs one chunk.
-    chunks = {chunk for chunk in range(image_copy.count_of(SIZE)) if _differs(disk, chunk)}
+    chunks = {chunk for chunk in range(extents.count_of(SIZE)) if _differs(disk, chunk)}
     assert 0 < moved <= (len(chunks) + 1) * image_copy.CHUNK_BYTES, changed
     if "xfs" in rbdimage.sh("findmnt", "-no", "FSTYPE", disk):
         assert before - _free(disk) < moved + 4 * MIB, "the rest is shared"

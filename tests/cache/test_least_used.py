@@ -89,7 +89,7 @@ def test_dataset_that_was_not_read_goes_and_the_read_one_stays(area: Path, node:
     assert node.dataset("a")["state"] == "complete"
     given = node.dataset("b")
     assert given["state"] == "partial"
-    assert given["share"] < 1
+    assert given["kept_share"] < 1
     assert taken(node) <= node.cache["budget"]
     assert_views(area, node, "a", "b", "c")
 

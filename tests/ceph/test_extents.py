@@ -13,7 +13,7 @@ from linux import blkid
 from tests.testbed import blockdev
 from tests.testbed.ceph import CephCluster
 from volumes import settings
-from volumes.probe import signature_offsets
+from volumes.probe import examine
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -68,7 +68,7 @@ async def test_a_large_image_without_object_map_is_asked_about_marks_only(
 ) -> None:
     name = f"large-{size // TiB}"
     made = image(backend, name, "--size", f"{size // TiB}T", "--image-feature", "layering")
-    places = Extents(0, tuple(signature_offsets.marks(size)))
+    places = Extents(0, tuple(examine.marks(size)))
     assert (await cluster.content(made, "key", places)).extent is None
     # The first mark reaches into the second object, the last one begins in the middle of the last.
     for at in (size - blockdev.MiB, OBJECT + 4096, 0):
@@ -91,7 +91,7 @@ async def test_a_luks1_header_is_not_taken_for_data_of_its_mapping(
     words = [word for each in features.split(",") for word in ("--image-feature", each)]
     made = image(backend, f"luks-{len(words)}", *words, source=disk)
     size = disk.stat().st_size - start
-    marks = tuple((start + at, length) for at, length in signature_offsets.marks(size))
+    marks = tuple((start + at, length) for at, length in examine.marks(size))
     assert (await cluster.content(made, "key", Extents())).extent is not None
     assert (await cluster.content(made, "key", Extents(start, marks))).extent is None
     put(backend, tmp_path, made, start)

@@ -12,7 +12,7 @@ import yaml
 from nodeagent import configfile
 from nodeagent.settings import AdminSettings
 from tests.testbed import image, kubernetes, waiting
-from volumes.audit.settings import AuditSettings
+from volumes.settings import AuditSettings
 
 REPO = Path(__file__).parents[2]
 CHART = REPO / "deploy" / "chart"

@@ -13,7 +13,7 @@ NAMES = {
     "www.w3.org",  # the namespace of SVG
 }
 # Docker Hub's names are part of the grammar of references and login files.
-OURS = {Path(__file__), REPO / "preheat" / "image" / "hub.py"}
+OURS = {Path(__file__), REPO / "preheat" / "image" / "manifest.py"}
 KNOWN = re.compile(
     r"\b(?:docker\.io|quay\.io|ghcr\.io|gcr\.io|registry\.k8s\.io|[\w-]+\.debian\.org|download\.ceph\.com"
     r"|pypi\.org|proxy\.golang\.org)\b"

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import trust
+import kit.formats
+from cache.store import soundness
 from tests.testbed import damage, trees, waiting
 from tests.testbed.agent import Agent
 
@@ -83,8 +84,8 @@ class Node:
         self.rotten = next(iter(sorted(self.truth["a"])))
         right = damage.flip(node.tree("a") / self.rotten)
         assert right == self.truth["a"][self.rotten]
-        path = trust.file_of(node.state)
-        trust.save(str(path), {**json.loads(path.read_bytes()), "troubles": 1})
+        path = soundness.file_of(node.state)
+        kit.formats.save(str(path), {**json.loads(path.read_bytes()), "troubles": 1}, 1)
         node.end()
         for folder in (node.state, node.store):
             self._copy(folder, area / f"kept-{folder.name}")
@@ -171,7 +172,7 @@ def test_damaged_files_show_no_wrong_byte_and_are_told_once(area: Path, node: Ag
     machine = Node(area, node)
     # The control: whoever forgets the doubt serves the rotten file.
     machine.restore()
-    trust.file_of(node.state).unlink()
+    soundness.file_of(node.state).unlink()
     node.start()
     node.wait_state("a", "complete")
     assert machine.wrong(["a"]) == [f"a/{machine.rotten}"], "the rot is seen by nobody"

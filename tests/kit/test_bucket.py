@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 
 
 class Clock:

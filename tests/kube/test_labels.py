@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import kit.room
 from kube import client
 from nodeagent.cluster import follow, kinds, labels
-from nodeagent.reporter import Findings
 from nodeagent.settings import ClusterSettings, Settings
-from nodeagent.state import Running, State
+from nodeagent.state import Findings, RunningRoom, State
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.kube.test_storage import ask
@@ -78,12 +77,11 @@ class Made:
         )
         presence = kit.room.Presence("dataset", lambda _: self.whole, lambda *_: None)
         room = SimpleNamespace(presence=presence, name="cache")
-        self.running = Running(cast(Any, room), cast(Any, None), started=True)
-        self.labeller = labels.Labeller(
-            cast(follow.Follower, follower), cast(client.ApiServer, self.server)
-        )
+        self.running = RunningRoom(cast(Any, room), cast(Any, None), started=True)
         self.state = State(Settings(), Findings(), [self.running])
-        self.labeller._state = self.state
+        self.labeller = labels.Labeller(
+            cast(follow.Follower, follower), cast(client.ApiServer, self.server), self.state
+        )
 
     @property
     def rules(self) -> list[str]:
@@ -142,7 +140,7 @@ async def test_refused_label_is_a_finding_until_it_is_taken() -> None:
     made = Made()
     made.whole = {"coco": "frozen-1"}
     made.server.trouble = client.KubeError("Node", "the API server answers 403", 403)
-    following = asyncio.create_task(made.labeller.follow(made.state))
+    following = asyncio.create_task(made.labeller.follow())
     try:
         await waiting.until_async(lambda: made.rules == ["label-refused"], 30, "the finding")
         assert "403" in made.state.findings.current()[0].message
@@ -159,7 +157,7 @@ async def test_server_that_does_not_answer_refuses_nothing() -> None:
     made = Made()
     made.whole = {"coco": "frozen-1"}
     made.server.trouble = client.KubeError("Node", "no answer within 10s")
-    following = asyncio.create_task(made.labeller.follow(made.state))
+    following = asyncio.create_task(made.labeller.follow())
     try:
         await waiting.until_async(lambda: made.server.asked, 30, "the attempt")
         await asyncio.sleep(0)

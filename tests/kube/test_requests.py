@@ -68,7 +68,7 @@ class Room:
             raise kit.errors.RefusedError(name, "a fill is running", "wait")
         self.begun.append(name)
 
-    async def step(self, *names: str, value: str = "a") -> list[requests.Asked]:
+    async def step(self, *names: str, value: str = "a") -> list[requests.ObjectRequest]:
         """What is known of objects of these names, after a step and once tasks had their turn."""
         wishes = [dataclasses.replace(ASKED, name=n, asks={"verify": value}) for n in names]
         await self.requests.step(self.state, [intent.Verdict(w, True, (w.name,)) for w in wishes])
@@ -93,7 +93,7 @@ async def test_request_is_begun_once_and_waits_until_it_is_possible(room: Room) 
         (now,) = await room.step("coco")
     assert (now.state, room.begun, room.woken) == ("pending", ["coco"], 1)
     room.over = End(False, "bad: 1 file")
-    assert await room.step("coco") == [requests.Asked("a", "failed", "bad: 1 file")]
+    assert await room.step("coco") == [requests.ObjectRequest("a", "failed", "bad: 1 file")]
     assert room.begun == ["coco"]
 
 
@@ -107,16 +107,16 @@ async def test_object_that_is_busy_holds_up_no_other_and_is_asked_once(
         (now,) = await room.step("coco")  # it does not wait for the object
         tasks = [each.task for each in room.requests._beginning.values()]
         (now,) = await room.step("coco")
-        assert now == requests.Asked("a", message="it takes longer than expected")
+        assert now == requests.ObjectRequest("a", message="it takes longer than expected")
         # Another value meanwhile does not end the first in the middle, and comes after it.
         (now,) = await room.step("coco", value="b")
     assert [each.task for each in room.requests._beginning.values()] == tasks
     room.open.set()
-    assert await room.step("coco", value="b") == [requests.Asked("b")]
+    assert await room.step("coco", value="b") == [requests.ObjectRequest("b")]
     assert (room.begun, now.state) == (["coco"], "pending")
     for _ in range(2):
         (now,) = await room.step("coco", value="b")
-    assert (now, room.begun) == (requests.Asked("b", "done"), ["coco"] * 2)
+    assert (now, room.begun) == (requests.ObjectRequest("b", "done"), ["coco"] * 2)
 
 
 async def test_few_objects_begin_at_once_and_all_of_them_in_turn(room: Room) -> None:
@@ -145,28 +145,30 @@ async def test_what_nobody_asks_for_any_more_is_not_begun(room: Room) -> None:
 def test_finished_values_are_remembered_and_begun_ones_are_not(tmp_path: Path) -> None:
     made = requests.Requests(tmp_path)
     made.asked = {
-        ("CachedDataset", "coco", "verify"): requests.Asked("a", "done"),
-        ("CachedDataset", "coco", "warm"): requests.Asked("b", begun=True),
+        ("CachedDataset", "coco", "verify"): requests.ObjectRequest("a", "done"),
+        ("CachedDataset", "coco", "warm"): requests.ObjectRequest("b", begun=True),
     }
     asyncio.run(made._save())
-    assert requests.Requests(tmp_path).of(ASKED.key) == {"verify": requests.Asked("a", "done")}
+    assert requests.Requests(tmp_path).of(ASKED.key) == {
+        "verify": requests.ObjectRequest("a", "done")
+    }
     (tmp_path / requests.FILE).write_text("[[1]]")
     assert requests.Requests(tmp_path).asked == {}
 
 
 def test_request_ends_with_its_annotation(tmp_path: Path) -> None:
     made = requests.Requests(tmp_path)
-    made.asked = {("CachedDataset", "coco", "warm"): requests.Asked("a", "done")}
+    made.asked = {("CachedDataset", "coco", "warm"): requests.ObjectRequest("a", "done")}
     state = cast(State, type("Idle", (), {"running": ()})())
     asyncio.run(made.step(state, [intent.Verdict(ASKED, True, ("coco",))]))
-    assert made.of(ASKED.key) == {"verify": requests.Asked("b")}
+    assert made.of(ASKED.key) == {"verify": requests.ObjectRequest("b")}
     assert requests.Requests(tmp_path).asked == {}
 
 
 def test_object_that_is_refused_for_a_moment_forgets_nothing_and_begins_nothing(
     tmp_path: Path,
 ) -> None:
-    done = {"verify": requests.Asked("b", "done")}
+    done = {"verify": requests.ObjectRequest("b", "done")}
     made = requests.Requests(tmp_path)
     made.asked = {(*ASKED.key, "verify"): done["verify"]}
     asyncio.run(made._save())
@@ -178,7 +180,7 @@ def test_object_that_is_refused_for_a_moment_forgets_nothing_and_begins_nothing(
     # A new value waits until the object is in force.
     other = dataclasses.replace(ASKED, asks={"verify": "c"})
     asyncio.run(made.step(state, [intent.Verdict(other, False)]))
-    assert made.of(ASKED.key) == {"verify": requests.Asked("c")}
+    assert made.of(ASKED.key) == {"verify": requests.ObjectRequest("c")}
 
 
 # --- all nodes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kube import client, leases
+from kube import client, objects
 from nodeagent.cluster import kinds
 from tests.kube import agents
 from tests.kube.test_crds import dataset
@@ -98,11 +98,11 @@ async def test_one_of_two_holds_the_lease_and_the_other_follows(
     servers: dict[str, client.ApiServer],
 ) -> None:
     first, second = (
-        leases.Lease(server, NAMESPACE, "nodeagent-rollup", node, 6.0)
+        objects.Lease(server, NAMESPACE, "nodeagent-rollup", node, 6.0)
         for node, server in servers.items()
     )
 
-    async def hold(lease: leases.Lease) -> bool:
+    async def hold(lease: objects.Lease) -> bool:
         return await lease.hold({"nodeagent.io/nodes": "2"})
 
     await waiting.until_async(lambda: hold(first), 60, "the Lease")  # an agent before had it

@@ -84,6 +84,7 @@ async def followed(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Asyn
     monkeypatch.setattr(watching, "LIST_SECONDS", 1.0)
     monkeypatch.setattr(watching, "SPREAD_SECONDS", 1.0)
     monkeypatch.setattr(watching, "PAUSES", (0.2, 1.0))
+    monkeypatch.setattr(watching, "SILENCE_SECONDS", SILENCE_SECONDS)
     relay = Relay(plane.api_port)
     await relay.start()
     login = plane.account(unique("agent"), "gpu-watch")
@@ -91,7 +92,7 @@ async def followed(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Asyn
         login.model_copy(update={"server": f"https://127.0.0.1:{relay.port}"})
     )
     watch = watching.Watch[int](
-        server, PATH, about="datasets", changed=lambda: None, silence=SILENCE_SECONDS,
+        server, PATH, about="datasets", changed=lambda: None,
         keep=lambda thing: int(thing["spec"].get("priority", 0)),
     )  # fmt: skip
     task = asyncio.create_task(watch.follow())

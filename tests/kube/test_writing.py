@@ -10,6 +10,7 @@ import pytest
 
 from kube import client
 from nodeagent.cluster import follow, intent, rollup, storage, writing
+from nodeagent.cluster.storage import Objects
 from nodeagent.settings import ClusterSettings, Settings
 
 KIND = "CachedDataset"
@@ -80,7 +81,7 @@ def spread(number: int) -> intent.Wish:
 def test_entry_of_a_node_that_only_might_keep_a_dataset_is_small() -> None:
     """7,500 nodes with 500 of them are read by one agent."""
     asked = spread(0)
-    (entry,) = storage.of_objects([], {}, {}, candidates={asked.key: asked})
+    (entry,) = storage.of_objects(Objects(candidates={asked.key: asked}), {})
     sent = storage.plain(entry)
     assert len(json.dumps(sent)) < 90
     status = {"objects": [sent]}
@@ -88,27 +89,29 @@ def test_entry_of_a_node_that_only_might_keep_a_dataset_is_small() -> None:
     assert made.candidate and not made.ready
     # One that the node has keeps its figures.
     verdicts = [intent.Verdict(asked, True, ("a",))]
-    (entry,) = storage.of_objects(verdicts, {}, {}, candidates={asked.key: asked})
+    (entry,) = storage.of_objects(Objects(verdicts, candidates={asked.key: asked}), {})
     assert storage.plain(entry)["accepted"] is True and storage.plain(entry)["ready"] is False
 
 
 def test_a_deleted_object_is_listed_until_it_is_given_up() -> None:
     """Whoever deleted it sees when that is over; one that was made anew is not among them."""
-    found = storage.of_objects([], {(KIND, "gone"): "", (KIND, "used"): "a pod uses it"}, {})
+    found = storage.of_objects(
+        Objects(leaving={(KIND, "gone"): "", (KIND, "used"): "a pod uses it"}), {}
+    )
     assert [(each.name, each.message) for each in found] == [
         ("gone", "deleted, and about to go"), ("used", "deleted, and waits: a pod uses it"),
     ]  # fmt: skip
     assert not any(each.accepted for each in found)
     verdicts = [intent.Verdict(spread(0), True, ("a",))]
-    (entry,) = storage.of_objects(verdicts, {spread(0).key: ""}, {})
+    (entry,) = storage.of_objects(Objects(verdicts, {spread(0).key: ""}), {})
     assert entry.accepted
 
 
 def test_what_a_node_says_has_room_for_what_it_has_and_the_rest_is_a_finding() -> None:
     many = {each.key: each for each in map(spread, reversed(range(storage.MOST_ENTRIES)))}
-    assert storage.left_out([], {}, many) == []
+    assert storage.left_out(Objects(candidates=many).wanted) == []
     waits = {(KIND, "gone"): "a pod uses it"}
-    names = [each.name for each in storage.of_objects([], waits, {}, candidates=many)]
+    names = [each.name for each in storage.of_objects(Objects(leaving=waits, candidates=many), {})]
     assert names[:2] == ["gone", "imagenet-shard-0000"] and len(names) == storage.MOST_ENTRIES
-    (found,) = storage.left_out([], waits, many)
+    (found,) = storage.left_out(Objects(leaving=waits, candidates=many).wanted)
     assert "501 objects select this node, 1 of them" in found.message

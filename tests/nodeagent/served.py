@@ -15,7 +15,7 @@ import kit.settings
 from kit.room import Role, Route
 from nodeagent import app
 from nodeagent.api import access, server
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 
 
 def door(
@@ -66,7 +66,7 @@ def application(
 ) -> web.Application:
     """The admin API with a room of these routes."""
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
-    running = Running(room, Fake(), started=True, unsettled=unsettled)
+    running = RunningRoom(room, Fake(), started=True, unsettled=unsettled)
     state = State(agent.state.settings, running=[running])
     known = door(state, calls=calls)
     known = known if caller is None else dataclasses.replace(known, caller=caller)

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import kit.errors
-from nodeagent import api_client
+from nodeagent.commands import client
 
 ERROR = {"thing": "view /v", "cause": "in use", "remedy": "end it", "exit_code": 6}
 
@@ -46,10 +46,10 @@ async def test_call_sends_query_body_and_token(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
-    made = api_client.Client(url, token)
+    made = client.Client(url, token)
     with pytest.raises(kit.errors.SettingsError, match="clear text"):
         await made.call("POST", "/echo")
-    monkeypatch.setattr(api_client.Client, "_token", lambda _: "s3cret")
+    monkeypatch.setattr(client.Client, "_token", lambda _: "s3cret")
     assert await made.call("POST", "/echo", {"a": 1}, limit=5) == {
         "method": "POST",
         "query": {"limit": "5"},
@@ -59,23 +59,23 @@ async def test_call_sends_query_body_and_token(
 
 
 async def test_error_keeps_text_and_exit_code(url: str) -> None:
-    made = api_client.Client(url, None)
-    with pytest.raises(api_client.RemoteError, match="view /v: in use; end it") as raised:
+    made = client.Client(url, None)
+    with pytest.raises(client.RemoteError, match="view /v: in use; end it") as raised:
         await made.call("GET", "/error")
     assert raised.value.exit_code == 6
-    with pytest.raises(api_client.RemoteError):
+    with pytest.raises(client.RemoteError):
         _ = [line async for line in made.lines("/error")]
 
 
 async def test_other_server_is_unreachable(url: str) -> None:
     with pytest.raises(kit.errors.UnreachableError, match="not an agent"):
-        await api_client.Client(url, None).call("GET", "/page")
+        await client.Client(url, None).call("GET", "/page")
     with pytest.raises(kit.errors.UnreachableError, match="no agent answers"):
-        await api_client.Client("http://127.0.0.1:1", None).call("GET", "/")
+        await client.Client("http://127.0.0.1:1", None).call("GET", "/")
 
 
 async def test_lines_are_decoded(url: str) -> None:
-    assert [line async for line in api_client.Client(url, None).lines("/lines")] == [
+    assert [line async for line in client.Client(url, None).lines("/lines")] == [
         {"n": 0},
         {"n": 1},
     ]

@@ -18,9 +18,9 @@ import kit.errors
 import kit.processes
 import kit.room
 import kit.settings
-from nodeagent import app, configfile, configwatch, logs, rooms, supervisor, watchdog
+from nodeagent import app, configfile, logs, rooms, supervisor, watchdog
 from nodeagent.settings import Settings
-from nodeagent.state import Running
+from nodeagent.state import RunningRoom
 from tests.testbed import waiting
 
 
@@ -84,7 +84,7 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
             found = agent.state.findings.current()
             seen.append([(each.rule, each.message) for each in found])
 
-    monkeypatch.setattr(configwatch, "changes", changes)
+    monkeypatch.setattr(configfile, "changes", changes)
     await agent._follow_settings()
     ((rule, message),) = seen[0]
     assert rule == "settings-unusable" and "a_key_of_later" in message
@@ -109,7 +109,7 @@ async def test_what_grows_with_others_texts_is_done_beside_the_loop(
     async def changes(_: Path) -> AsyncIterator[None]:
         yield
 
-    monkeypatch.setattr(configwatch, "changes", changes)
+    monkeypatch.setattr(configfile, "changes", changes)
     monkeypatch.setattr(configfile, "load", lambda _: beside("file"))
     monkeypatch.setattr(agent, "_merged", lambda: beside("objects"))
     await agent._follow_settings()
@@ -180,7 +180,7 @@ def running(agent: app.Agent, *components: Fake) -> app.Agent:
         return kit.room.Room(component.name, "", kit.settings.Section, lambda *_: component)
 
     state = agent.state
-    state.running = [Running(room(component), component) for component in components]
+    state.running = [RunningRoom(room(component), component) for component in components]
     sections = {component.name: None for component in components}
     state.settings = state.settings.model_copy(update=sections)
     return agent

@@ -13,7 +13,8 @@ import yaml
 
 import kit.errors
 from linux import mountinfo, mounts
-from nodeagent import bundle, main
+from nodeagent import main
+from nodeagent.commands import bundle
 from tests.testbed import agent, waiting
 
 # The bundle asks every check of 'nodeagent doctor', which takes its time on a busy machine.

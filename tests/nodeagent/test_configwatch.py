@@ -1,83 +1,64 @@
+"""The settings file is read again while the agent runs."""
+
 import asyncio
-import errno
-import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import asyncinotify
 import pytest
-import structlog
 
-from nodeagent import configwatch
+from nodeagent import configfile
 
 SOON = 15.0
 
 
-class Watching(asyncinotify.Inotify):
-    """Says when all watches are in place and an event is awaited."""
-
-    in_place: asyncio.Event
-
-    async def get(self) -> asyncinotify.Event:
-        self.in_place.set()
-        return await super().get()
-
-
 @pytest.fixture(autouse=True)
-async def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is noticed is noticed by inotify."""
-    Watching.in_place = asyncio.Event()
-    monkeypatch.setattr(configwatch, "Inotify", Watching)
-    monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(configwatch, "SETTLE_SECONDS", 0.05)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configfile, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(configfile, "SETTLE_SECONDS", 0.02)
 
 
-async def watched() -> None:
-    await asyncio.wait_for(Watching.in_place.wait(), SOON)
-    Watching.in_place.clear()
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.yaml"
 
 
-async def seen(watch: AsyncIterator[None], change: Callable[[], object]) -> None:
-    """A change made while the file is watched is noticed."""
-    task = asyncio.ensure_future(anext(watch))
-    await watched()
-    change()
-    await asyncio.wait_for(task, SOON)
+class Watching:
+    """Takes each item of ``changes`` from the moment on at which it is made."""
+
+    def __init__(self, path: Path) -> None:
+        self._items: AsyncIterator[None] = configfile.changes(path)
+        self.next: asyncio.Future[None] = asyncio.ensure_future(anext(self._items))
+
+    async def notices(self) -> None:
+        await asyncio.wait_for(self.next, SOON)
+        self.next = asyncio.ensure_future(anext(self._items))
 
 
-async def test_rewritten_file_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
+async def looks() -> None:
+    """Time for several looks."""
+    await asyncio.sleep(0.3)
+
+
+async def test_rewritten_and_renamed_file_is_noticed(path: Path) -> None:
     path.write_text("one")
-    watch = aiter(configwatch.changes(path))
-    await seen(watch, lambda: path.write_text("two"))
+    watch = Watching(path)
+    await looks()
+    path.write_text("two")
+    await watch.notices()
+    (path.parent / "new").write_text("three")
+    (path.parent / "new").rename(path)
+    await watch.notices()
 
 
-async def test_renamed_file_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
+async def test_file_that_comes_goes_and_comes_back_as_it_was_is_noticed(path: Path) -> None:
+    watch = Watching(path)
+    await looks()
     path.write_text("one")
-    watch = aiter(configwatch.changes(path))
-
-    def replace(text: str) -> None:
-        (tmp_path / "new").write_text(text)
-        (tmp_path / "new").rename(path)
-
-    await seen(watch, lambda: replace("two"))
-    await seen(watch, lambda: replace("three"))
-
-
-async def test_new_file_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    watch = aiter(configwatch.changes(path))
-    await seen(watch, lambda: path.write_text("here"))
-
-
-async def test_file_that_goes_and_comes_back_as_it_was_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
+    await watch.notices()
+    path.unlink()
+    await watch.notices()
     path.write_text("one")
-    watch = aiter(configwatch.changes(path))
-    await seen(watch, path.unlink)
-    await seen(watch, lambda: path.write_text("one"))
+    await watch.notices()
 
 
 async def test_configmap_swap_is_noticed(tmp_path: Path) -> None:
@@ -95,55 +76,33 @@ async def test_configmap_swap_is_noticed(tmp_path: Path) -> None:
 
     version(1)
     (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
-    watch = aiter(configwatch.changes(tmp_path / "a.yaml"))
+    watch = Watching(tmp_path / "a.yaml")
+    await looks()
     for number in (2, 3, 4):
-        await seen(watch, functools.partial(version, number))
+        version(number)
+        await watch.notices()
 
 
-async def test_same_bytes_are_not_a_change(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
+async def test_same_bytes_are_not_a_change(path: Path) -> None:
     path.write_text("one")
-    watch = aiter(configwatch.changes(path))
-    task = asyncio.ensure_future(anext(watch))
-    await watched()
+    watch = Watching(path)
+    await looks()
     path.write_text("one")
-    (tmp_path / "other").write_text("x")
-    await watched()  # again: the event was looked at
-    assert not task.done()
+    await looks()
+    assert not watch.next.done()
     path.write_text("two")
-    await asyncio.wait_for(task, SOON)
+    await watch.notices()
 
 
-async def test_change_between_items_is_not_missed(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
+async def test_half_a_file_is_not_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would be all defaults. What is taken has been there for a moment."""
+    monkeypatch.setattr(configfile, "SETTLE_SECONDS", 1.0)
     path.write_text("one")
-    watch = aiter(configwatch.changes(path))
-    await seen(watch, lambda: path.write_text("two"))
-    path.write_text("three")  # nobody waits just now
-    await asyncio.wait_for(anext(watch), SOON)
-
-
-async def test_without_watches_the_file_is_polled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has_read = asyncio.Event()
-
-    def none_left(*_: Any) -> None:
-        has_read.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    path = tmp_path / "a.yaml"
-    path.write_text("one")
-    monkeypatch.setattr(configwatch, "POLL_SECONDS", 0.05)
-    watch = aiter(configwatch.changes(path))
-    with monkeypatch.context() as full, structlog.testing.capture_logs() as said:
-        full.setattr(configwatch, "Inotify", none_left)
-        for text in ("two", "three"):
-            task = asyncio.ensure_future(anext(watch))
-            await asyncio.wait_for(has_read.wait(), SOON)  # what is there now
-            path.write_text(text)
-            await asyncio.wait_for(task, SOON)
-    assert len(said) == 1
-    assert "Too many open files" in said[0]["why"]
-    monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)
-    await seen(watch, lambda: path.write_text("four"))  # by inotify again
+    watch = Watching(path)
+    await looks()
+    path.write_text("")  # as an editor that writes the file anew
+    await looks()
+    path.write_text("two")
+    written = asyncio.get_running_loop().time()
+    await watch.notices()
+    assert asyncio.get_running_loop().time() - written >= 1.0

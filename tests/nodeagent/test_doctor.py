@@ -13,10 +13,11 @@ import kit.errors
 import kit.files
 import kit.room
 import volumes.doctor
-from kit.checks import Check
+from kit.room import Check
 from kube.settings import RoomSettings, ThisNode
-from nodeagent import configfile, doctor, rooms, uninstall, units
-from volumes.guard import raw_block
+from nodeagent import configfile, rooms
+from nodeagent.commands import doctor, uninstall, units
+from volumes.node import raw_block
 
 FULL = {
     "cache": {

@@ -15,8 +15,9 @@ from aiohttp import web
 
 import kit.errors
 from kube.settings import AccessSettings, ThisNode
-from nodeagent import configfile, doctor, door
+from nodeagent import configfile
 from nodeagent.api import rotation
+from nodeagent.commands import doctor
 from nodeagent.settings import AdminSettings
 from tests.nodeagent.test_rotation import GOOD, certify, spoil
 from tests.testbed import ports
@@ -52,7 +53,7 @@ def settings(folder: Path, **more: Any) -> AdminSettings:
 def lacking(admin: AdminSettings) -> dict[str, str]:
     """What each check that is not content says."""
     found = {}
-    for check in door.checks(admin, ThisNode()):
+    for check in doctor.admin_checks(admin, ThisNode()):
         if check.name == "admin reviews":
             continue
         try:
@@ -72,7 +73,7 @@ def test_what_the_agent_would_refuse_is_told_before(folder: Path) -> None:
 
 def test_checks_can_be_made_in_a_child(folder: Path) -> None:
     api = settings(folder).model_dump(mode="json")["api"] | {"kubernetes": {}}
-    found = door.checks(settings(folder, api=api), ThisNode())
+    found = doctor.admin_checks(settings(folder, api=api), ThisNode())
     assert [check.name for check in found] == [
         "admin socket", "admin metrics", "admin api", "admin certificate", "admin files",
         "admin tokens", "admin reviews",
@@ -87,7 +88,7 @@ def test_checks_can_be_made_in_a_child(folder: Path) -> None:
 def test_door_that_has_all(folder: Path) -> None:
     assert lacking(settings(folder)) == {}
     assert not (folder / "s").exists()
-    assert [e.name for e in door.checks(AdminSettings(metrics=None), ThisNode())] == [
+    assert [e.name for e in doctor.admin_checks(AdminSettings(metrics=None), ThisNode())] == [
         "admin socket"
     ]
 
@@ -231,7 +232,7 @@ async def cluster(folder: Path, allowed: dict[str, Any]) -> AsyncIterator[Access
 async def test_right_to_ask_about_tokens(folder: Path, tokens: Any, access: Any, says: str) -> None:
     async with cluster(folder, {"tokenreviews": tokens, "subjectaccessreviews": access}) as asked:
         if not says:
-            assert "may ask" in await door.may_review(asked)
+            assert "may ask" in await doctor.may_review(asked)
             return
         with pytest.raises(kit.errors.HostError, match=says):
-            await door.may_review(asked)
+            await doctor.may_review(asked)

@@ -9,8 +9,8 @@ import pytest
 import kit.room
 import kit.settings
 from kit.findings import Finding, Severity
-from nodeagent import events, reporter
-from nodeagent.state import Running
+from nodeagent import events, state
+from nodeagent.state import RunningRoom
 
 
 class Thing(kit.settings.Shown):
@@ -19,7 +19,7 @@ class Thing(kit.settings.Shown):
     other: str = ""
 
 
-def running(things: list[Thing], **more: Any) -> Running:
+def running(things: list[Thing], **more: Any) -> RunningRoom:
     def read(_: Any) -> list[Thing]:
         return things
 
@@ -28,15 +28,15 @@ def running(things: list[Thing], **more: Any) -> Running:
     )
     component: Any = SimpleNamespace()
     room = kit.room.Room("x", "", kit.settings.Section, lambda *_: component, report=report)
-    return Running(room, component)
+    return RunningRoom(room, component)
 
 
-def told(journal: events.Journal) -> list[tuple[str, str, str]]:
+def told(journal: state.Journal) -> list[tuple[str, str, str]]:
     return [(each.kind, each.subject, each.text) for each in journal.after()]
 
 
 def test_findings_become_events_once() -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     found = Finding("a", "rule", Severity.CRITICAL, "disk", "it is gone", "look")
     for now in ([found], [found], [], []):
         port.report("x", now)
@@ -48,18 +48,18 @@ def test_findings_become_events_once() -> None:
 
 
 def test_journal_is_bounded_and_numbers_go_on() -> None:
-    journal = events.Journal()
-    for number in range(events.MOST_EVENTS + 10):
-        journal.note("changed", f"s{number}", "x" * (events.LONGEST_TEXT + 9))
+    journal = state.Journal()
+    for number in range(state.MOST_EVENTS + 10):
+        journal.note("changed", f"s{number}", "x" * (state.LONGEST_TEXT + 9))
     known = journal.after()
-    assert len(known) == events.MOST_EVENTS
+    assert len(known) == state.MOST_EVENTS
     assert known[0].number == 11
     assert journal.after(known[-2].number) == known[-1:]
-    assert all(len(each.text) == events.LONGEST_TEXT for each in known)
+    assert all(len(each.text) == state.LONGEST_TEXT for each in known)
 
 
 def test_events_hold_no_secrets() -> None:
-    journal = events.Journal()
+    journal = state.Journal()
     journal.note("changed", "pull", "GET https://u:hunter2@r.e/x?sig=abcdef failed")
     (event,) = journal.after()
     assert "hunter2" not in str(event)
@@ -89,13 +89,15 @@ def test_a_room_that_cannot_be_read_changes_nothing() -> None:
     with pytest.raises(AttributeError):
         _ = broken[0].state
     room = running(broken).room
-    assert list(events.changes(before, events.seen([Running(room, sick.component)], before))) == []
+    assert (
+        list(events.changes(before, events.seen([RunningRoom(room, sick.component)], before))) == []
+    )
 
 
 async def test_stream_gives_what_is_known_then_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit.room, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(kit.room, "HEARTBEAT_SECONDS", 0.02)
-    journal = events.Journal()
+    journal = state.Journal()
     journal.note("changed", "a", "1")
     async with contextlib.aclosing(journal.follow()) as items:
         assert (await anext(items))["subject"] == "a"

@@ -18,9 +18,10 @@ import pytest
 import kit.errors
 import kit.files
 from kit.room import Role
-from nodeagent import app, page
+from nodeagent import app
 from nodeagent.api import access, listeners, rotation, server
 from nodeagent.settings import ApiSettings
+from nodeagent.shown import page
 from tests.nodeagent import test_roles
 from tests.testbed import ports, waiting
 

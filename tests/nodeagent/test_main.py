@@ -8,7 +8,8 @@ import pytest
 import kit.errors
 import kit.traces
 from kit import terminal
-from nodeagent import configfile, main, uninstall
+from nodeagent import configfile, main
+from nodeagent.commands import uninstall
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

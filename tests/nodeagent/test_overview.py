@@ -9,8 +9,10 @@ import pytest
 
 from kit import terminal
 from kit.findings import Finding, Severity
-from nodeagent import app, commands, overview
-from nodeagent.overview import Part, Verdict
+from nodeagent import app
+from nodeagent.commands import status
+from nodeagent.shown import overview
+from nodeagent.shown.overview import Part, Verdict
 from nodeagent.state import State
 from tests.nodeagent import served as api
 from tests.testbed import census
@@ -97,7 +99,7 @@ async def test_api_shows_the_whole_node(
     assert set(shown["reports"]) == reported
     assert {each["subject"] for each in shown["events"]} == {"disk critical"}
     for wide in (False, True):
-        for line in commands._lines(shown, wide=wide):
+        for line in status._lines(shown, wide=wide):
             terminal.say(line)
         lines = capsys.readouterr().out.splitlines()
         assert "critical is gone" in lines[0]
@@ -105,7 +107,7 @@ async def test_api_shows_the_whole_node(
 
 
 def test_a_crowd_costs_one_look(agent: app.Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = overview.Held(agent.state)
+    held = overview.HeldOverview(agent.state)
     looks: list[float] = []
     made = overview.of
 

@@ -13,9 +13,10 @@ from aiohttp.test_utils import TestClient, TestServer
 import kit.findings
 import kit.room
 import kit.settings
-from nodeagent import app, overview, page, runbooks
+from nodeagent import app
 from nodeagent.api import access, own, server
-from nodeagent.state import Running, State
+from nodeagent.shown import overview, page
+from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
 
 EVIL = "<script>&'\""
@@ -55,7 +56,9 @@ def shown(
     room = kit.room.Room(
         component.name, "", kit.settings.Section, lambda *_: component, page=lambda _: sections
     )
-    state = State(agent.state.settings, running=[Running(room, component, started=True)], **more)
+    state = State(
+        agent.state.settings, running=[RunningRoom(room, component, started=True)], **more
+    )
     state.findings.report("x", [finding(number) for number in range(found)])
     return overview.of(state, 1e9)
 
@@ -160,9 +163,9 @@ def test_finding_links_to_its_entry_of_the_runbook(agent: app.Agent) -> None:
     html = page.render(overview.of(agent.state, 0.0))
     assert "href='/runbook#store-unusable'" in html
     assert "#unknown-rule" not in html
-    entries = checked(page.runbook(runbooks.entries()))
+    entries = checked(page.runbook())
     assert "store-unusable" in entries.ids
-    assert {each.name for each in runbooks.entries()} <= set(entries.ids)
+    assert {each.name for each in page.runbook_entries()} <= set(entries.ids)
 
 
 def test_empty_parts_say_how_there_come_to_be_some(whole: app.Agent) -> None:

@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from kit.findings import Finding, Severity
-from nodeagent import reporter
+from nodeagent import state
 
 
 def finding(name: str, severity: Severity = Severity.WARNING, since: float = 0.0) -> Finding:
@@ -19,7 +19,7 @@ def names(found: Sequence[Finding]) -> list[str]:
 
 
 def test_finding_is_logged_when_it_appears_and_clears() -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     with structlog.testing.capture_logs() as logged:
         for reported in ([finding("a")], [finding("a")], [], [finding("a")]):
             port.report("cache", reported)
@@ -31,15 +31,15 @@ def test_finding_is_logged_when_it_appears_and_clears() -> None:
 
 
 def test_finding_keeps_when_it_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     for now in (100.0, 200.0):
-        monkeypatch.setattr(reporter, "time", SimpleNamespace(time=lambda now=now: now))
+        monkeypatch.setattr(state, "time", SimpleNamespace(time=lambda now=now: now))
         port.report("x", [finding("a"), finding("b", since=50.0)])
     assert {each.id: each.since for each in port.current()} == {"a": 100.0, "b": 50.0}
 
 
 def test_origins_do_not_clear_each_other() -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     port.report("x", [finding("a")])
     port.report("y", [finding("b")])
     port.report("x", [])
@@ -47,7 +47,7 @@ def test_origins_do_not_clear_each_other() -> None:
 
 
 def test_current_is_by_severity_then_age() -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     port.report(
         "x",
         [
@@ -61,13 +61,13 @@ def test_current_is_by_severity_then_age() -> None:
 
 
 def test_findings_of_an_origin_are_bounded() -> None:
-    port = reporter.Findings()
-    port.report("x", [finding(str(number)) for number in range(reporter.MOST_FINDINGS + 5)])
-    assert len(port.current()) == reporter.MOST_FINDINGS
+    port = state.Findings()
+    port.report("x", [finding(str(number)) for number in range(state.MOST_FINDINGS + 5)])
+    assert len(port.current()) == state.MOST_FINDINGS
 
 
 def test_metrics_count_by_origin_and_severity() -> None:
-    port = reporter.Findings()
+    port = state.Findings()
     port.report("x", [finding("a"), finding("b"), finding("c", Severity.CRITICAL)])
     (family,) = port.metrics()
     counts = {(s.labels["origin"], s.labels["severity"]): s.value for s in family.samples}

@@ -10,9 +10,10 @@ import pytest
 
 import kit.room
 import nodeagent
-from nodeagent import app, overview, page, rooms
+from nodeagent import app, rooms
 from nodeagent.api import own
 from nodeagent.settings import GONE
+from nodeagent.shown import overview, page
 
 PROCESS = Path(nodeagent.__file__).parent
 NAMES = {room.name for room in rooms.ROOMS}

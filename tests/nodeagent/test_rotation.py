@@ -25,7 +25,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def held(folder: Path, text: str) -> rotation.Held[rotation.Known]:
+def held(folder: Path, text: str) -> rotation.WatchedFiles[rotation.Known]:
     """Tokens of a file with ``text``, looked at once."""
     (folder / "tokens").write_text(text)
     made = rotation.tokens(folder / "tokens")
@@ -33,7 +33,7 @@ def held(folder: Path, text: str) -> rotation.Held[rotation.Known]:
     return made
 
 
-def whose(tokens: rotation.Held[rotation.Known], header: str) -> access.Caller | None:
+def whose(tokens: rotation.WatchedFiles[rotation.Known], header: str) -> access.Caller | None:
     return rotation.whose(tokens.value, rotation.bearer(header))
 
 
@@ -88,7 +88,7 @@ def test_bad_tokens_file_leaves_the_earlier_one_in_force(tmp_path: Path, text: s
 def test_unchanged_file_is_read_once(tmp_path: Path) -> None:
     reads = []
     (tmp_path / "f").write_text("x")
-    made = rotation.Held("f", [tmp_path / "f"], lambda: reads.append(1))
+    made = rotation.WatchedFiles("f", [tmp_path / "f"], lambda: reads.append(1))
     for _ in range(3):
         made.look()
     assert reads == [1]

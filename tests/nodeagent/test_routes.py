@@ -14,7 +14,7 @@ import kit.settings
 from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent import app
 from nodeagent.api import access, server
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
 from tests.testbed import waiting
 
@@ -95,7 +95,7 @@ async def test_role_decides_and_not_the_method(agent: app.Agent) -> None:
     room = kit.room.Room(
         "fake", "", kit.settings.Section, lambda *_: api.Fake(), routes=lambda: routes
     )
-    state = State(agent.state.settings, running=[Running(room, api.Fake(), started=True)])
+    state = State(agent.state.settings, running=[RunningRoom(room, api.Fake(), started=True)])
     async with api.served(state, Role.READ) as client:
         assert (await client.get("/v1/secret")).status == 403
         assert (await client.head("/v1/secret")).status == 403
@@ -148,7 +148,7 @@ async def test_streams_are_bounded_for_each_caller_and_in_all(
         "fake", "", kit.settings.Section, lambda *_: api.Fake(),
         routes=lambda: (Route("GET", "/v1/x", handler), Route("GET", "/v1/y", handler)),
     )  # fmt: skip
-    state = State(agent.state.settings, running=[Running(room, api.Fake(), started=True)])
+    state = State(agent.state.settings, running=[RunningRoom(room, api.Fake(), started=True)])
     made = server.Door(identify, access.CallLog(agent.state.settings.state_dir))
     async with TestClient(TestServer(server.application(state, made))) as client:
 

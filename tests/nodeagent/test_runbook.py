@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import kit.findings
-from nodeagent import app, rooms, runbooks
+from nodeagent import app, rooms
+from nodeagent.shown import page
 from tests.nodeagent import served as api
 from tests.testbed import scripts
 from volumes.audit import evaluate
@@ -80,12 +81,12 @@ def test_scan_finds_the_rules_of_every_room() -> None:
 
 def test_no_finding_and_no_alert_is_missing() -> None:
     wanted = every_rule() | alerts().keys()
-    assert {name for name in wanted if runbooks.find(name) is None} == set()
+    assert {name for name in wanted if page.runbook_entry(name) is None} == set()
 
 
 def test_no_entry_is_of_something_that_is_not_there() -> None:
-    there = every_rule() | alerts().keys() | {runbooks.LOG_LINES}
-    assert {each.name for each in runbooks.entries()} - there == set()
+    there = every_rule() | alerts().keys() | {page.LOG_LINES}
+    assert {each.name for each in page.runbook_entries()} - there == set()
 
 
 def severities_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -100,7 +101,7 @@ def severities_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def test_severities_are_those_of_the_code() -> None:
     made = scripts.load("runbook_doc").severities()
-    assert {each.name for each in runbooks.entries()} == made.keys()
+    assert {each.name for each in page.runbook_entries()} == made.keys()
     checked = set()
     for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
         prefix = "preheat-" if folder == "preheat" else ""
@@ -113,19 +114,19 @@ def test_severities_are_those_of_the_code() -> None:
 
 
 def test_entries_are_whole_and_unique() -> None:
-    names = [each.name for each in runbooks.entries()]
+    names = [each.name for each in page.runbook_entries()]
     assert len(names) == len(set(names))
-    for each in runbooks.entries():
+    for each in page.runbook_entries():
         assert all(text.endswith((".", ")")) for text in (each.means, each.look, each.do)), each
-    assert runbooks.find("log-anything") is runbooks.find(runbooks.LOG_LINES)
-    assert runbooks.find("no-such-rule") is None
+    assert page.runbook_entry("log-anything") is page.runbook_entry(page.LOG_LINES)
+    assert page.runbook_entry("no-such-rule") is None
 
 
 def test_document_is_current() -> None:
     made = scripts.load("runbook_doc")
     document = (ROOT / "docs" / "runbook.md").read_text()
     assert document == made.document(), "run scripts/runbook_doc.py"
-    for each in runbooks.entries():
+    for each in page.runbook_entries():
         assert f"\n### {each.name}\n" in document
 
 

@@ -26,7 +26,7 @@ import kit.settings
 from kit.room import Request, Role, Route, Stream
 from nodeagent import app, rooms
 from nodeagent.api import access, own, server
-from nodeagent.state import Running, State
+from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
 from tests.testbed import ports, waiting
 
@@ -136,7 +136,7 @@ async def test_every_changing_route_admits_its_role(
             if route.role is not Role.READ
         ]
         fake = dataclasses.replace(each.room, routes=functools.partial(list, routes))
-        state = State(whole.state.settings, running=[Running(fake, each.component)])
+        state = State(whole.state.settings, running=[RunningRoom(fake, each.component)])
         for route in routes:
             async with api.served(state, route.role) as client:
                 answer = await client.request(route.method, concrete(route.path))

@@ -16,7 +16,7 @@ import kit.errors
 import kit.formats
 from cache.csi import records
 from cache.dataset import kept
-from cache.store import disk, generations, sample, soundness, trust
+from cache.store import disk, generations, sample, soundness
 from cache.views import users
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
@@ -40,6 +40,11 @@ class Kept:
     cautious: Callable[[Path], object]
     stays: bool = False
     refuses_newer: bool = True
+
+
+def _save_troubles(folder: Path) -> None:
+    path, fields = soundness.file_of(folder), asdict(soundness.Kept(3))
+    kit.formats.save(str(path), fields, soundness.FORMAT)
 
 
 def _sound(folder: Path) -> soundness.Soundness:
@@ -89,7 +94,7 @@ def _refuses(folder: Path) -> bool:
 
 def _save_requests(folder: Path) -> None:
     made = requests.Requests(folder)
-    made.asked = {("CachedDataset", "coco", "rescan"): requests.Asked("a", "done")}
+    made.asked = {("CachedDataset", "coco", "rescan"): requests.ObjectRequest("a", "done")}
     asyncio.run(made._save())
 
 
@@ -104,7 +109,7 @@ def _wanted(folder: Path) -> dict[str, Any]:
 
 
 FILES = [
-    Kept("cache-trust.json", lambda f: trust.save(str(trust.file_of(f)), asdict(trust.Kept(3))),
+    Kept("cache-trust.json", _save_troubles,
          lambda f: _sound(f).troubles == 3, _doubts),
     Kept("datasets/a.json", lambda f: kept.save(str(kept.file_of(f, "a")), {"removed": True}),
          lambda f: isinstance(kept.load(kept.file_of(f, "a")), dict),
@@ -134,7 +139,8 @@ FILES = [
          lambda f: follow._load(f / follow.FILE).wishes == {WISH.key: WISH},
          lambda f: follow._load(f / follow.FILE) == intent.Known()),
     Kept("requests.json", _save_requests, lambda f: requests.Requests(f).asked, _refuses),
-    Kept("preheat-boot.json", lambda f: durability.save(str(f / durability.STATE), "now", []),
+    Kept("preheat-boot.json", lambda f: kit.formats.save(
+        str(f / durability.STATE), {"boot": "now", "doubted": []}, durability.FORMAT),
          lambda f: durability.load(f / durability.STATE) == durability.Kept("now"),
          lambda f: durability.begun(durability.load(f / durability.STATE), "now",
                                     frozenset({"loose"})).doubted == {"loose"}),
@@ -248,16 +254,16 @@ def test_a_file_that_cannot_be_read_now_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too many open files, an I/O error: its content may be well."""
-    path = trust.file_of(tmp_path)
-    trust.save(str(path), asdict(trust.Kept(3)))
+    path = soundness.file_of(tmp_path)
+    _save_troubles(tmp_path)
 
     def fails(*_: object, **__: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fails)
-        assert isinstance(trust.load(path), kit.formats.Damage)
-    assert trust.load(path) == trust.Kept(3)
+        assert isinstance(soundness.load(path), kit.formats.Damage)
+    assert soundness.load(path) == soundness.Kept(3)
 
 
 def test_a_dataset_that_may_have_been_removed_stays_so_over_restarts(tmp_path: Path) -> None:

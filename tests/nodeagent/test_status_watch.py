@@ -19,8 +19,10 @@ from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from kit import terminal
-from nodeagent import app, commands, main, overview
+from nodeagent import app, main
 from nodeagent.api import server
+from nodeagent.commands import status
+from nodeagent.shown import overview
 from tests.nodeagent import served as api
 from tests.testbed import census, ports, waiting
 from tests.testbed.agent import COMMAND
@@ -53,13 +55,13 @@ def texts(lines: Iterable[terminal.Line]) -> list[str]:
 def test_as_much_is_shown_as_the_terminal_has_room_for(
     agent: app.Agent, width: int, height: int
 ) -> None:
-    lines = list(commands._lines(answer(agent)))
-    shown = texts(commands.fitting(lines, os.terminal_size((width, height))))
+    lines = list(status._lines(answer(agent)))
+    shown = texts(status.fitting(lines, os.terminal_size((width, height))))
     assert sum(max(1, math.ceil(len(each) / width)) for each in shown) < height
     assert shown[:-1] == texts(lines)[: len(shown) - 1]
     assert shown[-1] == f"… {len(lines) - len(shown) + 1} more lines: nodeagent status"
     whole = os.terminal_size((width, 10 * len(lines)))
-    assert commands.fitting(lines, whole) == lines
+    assert status.fitting(lines, whole) == lines
 
 
 # --- the command

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.testbed import docpages, leftovers, ports, pulling, registry
-from volumes.guard import cgroups
+from volumes.guard import kernel
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -58,7 +58,7 @@ def shells(area: Path, environment: dict[str, str]) -> Iterator[dict[str, docpag
         for each in made.values():
             each.end()
         leftovers.clear(folder, keep=True)  # before the containerd goes
-        for cgroup in cgroups.find().glob("nodeagent-tutorial-*"):
+        for cgroup in kernel.find_cgroup().glob("nodeagent-tutorial-*"):
             if cgroup.name.endswith(tuple(f"-{each.pid}" for each in made.values())):
                 cgroup.rmdir()
 

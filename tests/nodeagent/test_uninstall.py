@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kit.traces import Trace
-from nodeagent import uninstall, units
+from nodeagent.commands import uninstall, units
 from tests.testbed import blockdev, waiting
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

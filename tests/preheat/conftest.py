@@ -97,7 +97,7 @@ async def box(daemon: containerd.Containerd) -> AsyncIterator[adapter.Containerd
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the work loop, which tests may advance."""
     made = Clock()
-    for module in ("pulling.reconciler", "planning.pins"):
+    for module in ("pulling.reconciler", "planning.stock"):
         monkeypatch.setattr(f"preheat.{module}.time", made)
     return made
 

@@ -204,14 +204,14 @@ async def pinned(room: Preheat, ref: str, seconds: float = 30.0) -> status.Statu
 
 async def idle(room: Preheat) -> None:
     """Wait until no pull runs."""
-    await until(lambda: not room.reconciler.running, what="no pull to run")
+    await until(lambda: not room.reconciler.pulls.running, what="no pull to run")
 
 
 async def brought(box: adapter.Containerd, image: Image) -> None:
     """A pull and its pin, as ``pull`` makes them."""
-    hold = await box.begin(base.Hold("", "pull", image.ref, "policy", keep="always"))
-    image_id = await box.pull(image.ref, None, hold, 60.0)
+    hold = await box.begin(base.Hold("pull", image.ref, "policy", keep="always"))
+    image_id = await box.cri.pull(image.ref, None, hold.id, 60.0)
     target = (await box.inventory()).target_of(image.ref)
-    wanted = base.Hold("", "pin", image.ref, "policy", target, image_id=image_id, keep="always")
+    wanted = base.Hold("pin", image.ref, "policy", target, image_id=image_id, keep="always")
     await box.pin(wanted)
     await box.end(hold)

@@ -10,7 +10,7 @@ from kube import kubelet
 from kube.kubelet import Limit
 from kube.settings import KubeletSettings, ThisNode
 from preheat import doctor, settings
-from preheat.planning import disk, plan
+from preheat.planning import plan, stock
 from tests.preheat.planning.test_plan import NOW
 from tests.testbed import kubelet_files
 
@@ -152,18 +152,18 @@ def test_node_has_the_disk_and_a_bounded_pin_budget(tmp_path: Path) -> None:
     held = os.statvfs(tmp_path)
     capacity = held.f_blocks * held.f_frsize
     section = settings.PreheatSettings(pin_budget=capacity * 2)
-    found = disk.node(str(tmp_path), section)
+    found = stock.node(str(tmp_path), section)
 
     assert found.capacity == capacity
     assert found.pin_budget == int(0.8 * capacity)
     assert found.assumed
     small = settings.PreheatSettings(pin_budget=5)
-    assert disk.node(str(tmp_path), small).pin_budget == 5
+    assert stock.node(str(tmp_path), small).pin_budget == 5
     # A remote snapshotter has no directory where CRI says.
     remote = tmp_path / "io.containerd.snapshotter.v1.stargz"
-    assert disk.node(str(remote), section).capacity == capacity
+    assert stock.node(str(remote), section).capacity == capacity
     with pytest.raises(kit.errors.HostError, match="mount the host's directory"):
-        disk.node(str(tmp_path / "not-there"), section)
+        stock.node(str(tmp_path / "not-there"), section)
 
 
 def test_nodefs_counts_where_images_share_its_disk(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_nodefs_counts_where_images_share_its_disk(tmp_path: Path) -> None:
     soft = {"nodefs.inodesFree": "40%"}
     named = kubelet_files.written(tmp_path, evictionHard=hard, evictionSoft=soft)
     shared, other, unknown = (
-        disk.node(
+        stock.node(
             str(tmp_path),
             settings.PreheatSettings().at(
                 ThisNode(kubelet=KubeletSettings(**named, root_dir=root))

@@ -10,8 +10,7 @@ import pytest_asyncio
 
 from preheat.image import manifest
 from preheat.registry import estimate
-from preheat.runtimes import base, containerd_pb2
-from preheat.runtimes import containerd as adapter
+from preheat.runtimes import base, containerd_pb2, store
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry, stargz
 
@@ -49,7 +48,7 @@ def test_labels_tell_what_is_mounted_from_the_registry(
     labels: dict[str, str], remote: bool
 ) -> None:
     info = containerd_pb2.SnapshotInfo(name="x", labels=labels)
-    assert adapter.is_remote(info.labels) is remote
+    assert store.is_remote(info.labels) is remote
 
 
 def test_mounted_layers_are_here_and_their_bytes_are_not() -> None:
@@ -93,11 +92,14 @@ async def test_mounted_image_is_lazy_and_never_pulled_or_healed_for_that(lazy: R
         whole = await state(room, plain.ref, "ready")
         await state(room, image.ref, "lazy")
         row = await pinned(room, image.ref)
-        await until(lambda: not room.reconciler.running)
-        fetched, pulls = room.reconciler.totals.fetched_bytes, room.reconciler.totals.pulls
+        await until(lambda: not room.reconciler.pulls.running)
+        fetched, pulls = (
+            room.reconciler.pulls.totals.fetched_bytes,
+            room.reconciler.pulls.totals.pulls,
+        )
         for _ in range(3):
             await room.reconciler.cycle()
-        again = room.reconciler.totals.pulls
+        again = room.reconciler.pulls.totals.pulls
         await lazy.remove(image.ref)
         await room.reconciler.cycle()
         healed = room.show(image.ref)

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from preheat.image import manifest
-from preheat.planning import desired
-from preheat.registry import estimate, failure
+from preheat.registry import estimate, failure, resolver
 from preheat.runtimes import base
 from tests.preheat.image.test_manifest import CHOICES, index_of
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
@@ -50,16 +49,13 @@ def test_an_image_is_here_when_the_runtime_tells_the_kubelet() -> None:
 
 
 def test_a_tag_that_moves_on_the_node_counts_until_the_registry_answers() -> None:
-    tags = desired.LocalTags()
-    assert not tags.saw(REF, "old", 100.0)
-    assert not tags.is_newer(REF, 50.0)  # at the start nobody knows who is newer
-    assert not tags.saw(REF, "old", 110.0)
-    assert tags.saw(REF, "new", 120.0)
-    assert tags.is_newer(REF, 115.0)
-    assert tags.is_newer(REF, 0.0)
-    assert not tags.is_newer(REF, 121.0)
-    tags.keep([])
-    assert not tags.is_newer(REF, 0.0)
+    lookup = resolver.Lookup(manifest.parse(REF))
+    assert not lookup.saw_here("old", 100.0)
+    assert lookup.moved_at == 0.0, "at the start nobody knows who is newer"
+    assert not lookup.saw_here("old", 110.0)
+    assert lookup.saw_here("new", 120.0)
+    assert not lookup.saw_here("new", 130.0)
+    assert lookup.moved_at == 120.0
 
 
 # --- on containerd --------------------------------------------------------------------------------
@@ -89,7 +85,7 @@ async def test_any_snapshotter_gives_the_right_state(native: Rig) -> None:
     async with native.running(images=[{"ref": image.ref}]) as room:
         await state(room, image.ref, "ready")
         await pinned(room, image.ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         await native.remove(image.ref)
         await room.reconciler.cycle()
         healed = room.show(image.ref)
@@ -116,7 +112,7 @@ async def test_tag_that_a_kubelet_moved_is_looked_up_at_once(
     wanted: list[dict[str, Any]] = [{"ref": old.ref}]
     async with rig.running(images=wanted) as room:
         await pinned(room, old.ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         sandbox = await hand.run(old.ref)
         new = rig.push("fw/drift:main", size=2 * MB, mark="new")
         await rig.kubelet.pull(old.ref)
@@ -189,9 +185,9 @@ async def test_index_with_variants_is_pulled_once(rig: Rig) -> None:
     ref, made = push_index(rig, "variants", ["linux/amd64/v3", "linux/amd64"])
     async with rig.running(images=[{"ref": ref}]) as room:
         row = await pinned(room, ref)
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         await room.reconciler.cycle()
-        pulls = room.reconciler.totals.pulls
+        pulls = room.reconciler.pulls.totals.pulls
 
     assert (row.state, row.image_id) == ("ready", made[1].config)
     assert pulls == 1
@@ -209,14 +205,14 @@ async def test_pull_that_brings_no_image_waits_and_is_a_finding(
         row = await state(room, ref, "failed")
         for _ in range(3):
             await room.reconciler.cycle()
-        await until(lambda: not room.reconciler.running)
-        pulls = room.reconciler.totals.pulls
+        await until(lambda: not room.reconciler.pulls.running)
+        pulls = room.reconciler.pulls.totals.pulls
         await room.reconcile(room.reconciler.section)
         found = [each for each in rig.reported.found if each.subject == ref]
         first = row.retry_at
         # The next one waits longer: what came of the first is not forgotten by its success.
         await room.resume(ref)
-        await until(lambda: room.reconciler.totals.pulls > pulls)
+        await until(lambda: room.reconciler.pulls.totals.pulls > pulls)
         again = await state(room, ref, "failed")
 
     assert pulls == 1

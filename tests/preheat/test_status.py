@@ -14,6 +14,7 @@ import yaml
 from kit import terminal
 from preheat import api, settings, status
 from preheat.component import Preheat
+from preheat.image import manifest
 from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.pulling.reconciler import Snapshot
@@ -129,9 +130,16 @@ def test_plan_is_what_the_last_cycle_made(room: Preheat, monkeypatch: pytest.Mon
     assert found["disk"]["thresholds_assumed"] is True
 
 
+def having(shapes: dict[str, manifest.Shape]) -> base.ImageInventory:
+    return base.ImageInventory(
+        records=tuple(base.Record(name, shape.top) for name, shape in shapes.items()),
+        shapes={shape.top.digest: shape for shape in shapes.values()},
+    )
+
+
 def test_reuse_counts_layers_on_the_same_layers_only() -> None:
     shapes = {"base": shape_of("a", "b"), "app": shape_of("a", "b", "c"), "odd": shape_of("b", "a")}
-    report = {each.ref: each for each in estimate.shared(shapes, frozenset({"base"}))}
+    report = {each.ref: each for each in estimate.shared(having(shapes), frozenset({"base"}))}
     assert (report["app"].shared, report["app"].total) == (200, 300)
     assert report["app"].bases == ("base",)
     assert report["odd"].shared == 0
@@ -140,7 +148,7 @@ def test_reuse_counts_layers_on_the_same_layers_only() -> None:
 
 def test_reuse_is_bounded_in_images_and_bases() -> None:
     shapes = {f"i{n:04}": shape_of("a", f"b{n}") for n in range(estimate.MOST_IMAGES + 50)}
-    report = estimate.shared(shapes, frozenset(shapes))
+    report = estimate.shared(having(shapes), frozenset(shapes))
     assert len(report) == estimate.MOST_IMAGES
     assert {len(each.bases) for each in report} == {estimate.MOST_BASES}
     assert {each.shared for each in report} == {100}
@@ -149,8 +157,7 @@ def test_reuse_is_bounded_in_images_and_bases() -> None:
 def test_reuse_is_of_tagged_images() -> None:
     shape = shape_of("a")
     names = (REF, f"r.e/fw/a@{shape.top.digest}", shape.top.digest)
-    inventory = base.ImageInventory(records=tuple(base.Record(name, shape.top) for name in names))
-    found = estimate.shared_of_images(inventory, {shape.top.digest: shape}, frozenset())
+    found = estimate.shared(having(dict.fromkeys(names, shape)), frozenset())
     assert [each.ref for each in found] == [REF]
 
 
@@ -196,16 +203,17 @@ class StillRuntime:
 
     honours_pins: bool | None = True
     release_after: float | None = None
-    trips, rests = 0, 0.0
 
     def __init__(self, folder: Path, last_used: dict[str, float]) -> None:
         self.shape = shape_of("a", "b")
         self.folder = folder
         self.last_used = last_used
+        self.content = self.layers = self
 
     async def inventory(self) -> base.ImageInventory:
         hold = base.Hold(
-            *("nodeagent-pin-1", "pin", REF, "policy", self.shape.top),
+            *("pin", REF, "policy", self.shape.top),
+            id="nodeagent-pin-1",
             image_id=self.shape.image_id,
             names=(REF,),
             created=1.0,
@@ -244,8 +252,7 @@ async def test_a_use_that_an_earlier_agent_noted_is_not_counted_again(
         again = Preheat(room.reconciler.section, tmp_path, Reported())
         runtime = StillRuntime(tmp_path, noted)
         loop = again.reconciler
-        loop.runtime = runtime  # type: ignore[assignment]
-        loop._pins._runtime = runtime  # type: ignore[assignment]
+        loop.runtime = loop.pulls.runtime = runtime  # type: ignore[assignment]
         loop.local._runtime = runtime  # type: ignore[assignment]
         loop.uses._runtime = runtime  # type: ignore[assignment]
         shape = runtime.shape

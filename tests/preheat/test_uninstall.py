@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kit.errors
-from nodeagent import uninstall as whole
+from nodeagent.commands import uninstall as whole
 from nodeagent.settings import Settings
 from preheat import uninstall
 from preheat.runtimes import base
@@ -113,9 +113,9 @@ def test_what_a_newer_agent_holds_is_listed_by_name(
         async def look() -> base.ImageInventory:
             return inventory
 
-        yield SimpleNamespace(inventory=look)
+        yield SimpleNamespace(inventory=look), ""
 
-    monkeypatch.setattr(uninstall, "_runtime", runtime)
+    monkeypatch.setattr("preheat.runtimes.containerd.connected", runtime)
     section = PreheatSettings(socket=tmp_path / "s").as_json()
     (tmp_path / "s").touch()
     (found,) = uninstall.find(section, str(tmp_path))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.testbed import blockdev, waiting
 from tests.testbed.agent import Agent
-from volumes.guard import cgroups, kernel
+from volumes.guard import kernel
 
 # Of a device or a cluster that does answer; an interpreter may start within it. The settings allow
 # no more than 60 s.
@@ -74,8 +74,8 @@ def _removed(cgroup: Path) -> bool:
 @contextlib.contextmanager
 def cell(folder: Path) -> Iterator[Cell]:
     """A fresh child cgroup; whatever was attached to it is detached at the end."""
-    _clear_stale(cgroups.find())
-    path = cgroups.find() / f"nodeagent-test-{uuid.uuid4().hex[:8]}"
+    _clear_stale(kernel.find_cgroup())
+    path = kernel.find_cgroup() / f"nodeagent-test-{uuid.uuid4().hex[:8]}"
     path.mkdir()
     pins = folder / "bpf" / "nodeagent"
     made = Cell(path, pins)

@@ -131,7 +131,7 @@ def _fill_volumes(room: volumes.component.Volumes) -> None:
     states = itertools.cycle(evaluate.STATES)
     audit.states = [evaluate.RuleState(rule.name, next(states)) for rule in evaluate.RULES]
     audit.findings = [_finding(r.name, str(r.severity)) for r in evaluate.RULES[:5]]
-    settings = follower.configuration(audit.settings.logs, (), audit.watched.drivers)
+    settings = follower.configuration(audit.settings.logs, (), audit.wanted.guard.drivers)
     audit.follower = follower.LogFollower(settings, lambda _: None)
     sources = [*(["kernel"] if settings.kernel else []), *(each.name for each in settings.sources)]
     audit.follower._past = {name: matcher.Counters() for name in sources}

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf import empty_pb2
 from google.protobuf.message import Message
 
-import kit.sockets
+import kit.files
 from preheat.runtimes import containerd_pb2, cri_pb2
 from tests.testbed import leftovers, waiting
 
@@ -224,9 +224,7 @@ class Containerd:
     @contextlib.contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
         options = [("grpc.max_receive_message_length", 64 * 2**20), ("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(
-            kit.sockets.grpc_address(self.socket), options=options
-        ) as channel:
+        with grpc.insecure_channel(kit.files.grpc_address(self.socket), options=options) as channel:
             yield channel
 
 
@@ -235,7 +233,7 @@ class Kubelet:
 
     def __init__(self, socket: Path) -> None:
         self._channel = grpc.aio.insecure_channel(
-            kit.sockets.grpc_address(socket),
+            kit.files.grpc_address(socket),
             options=[("grpc.max_receive_message_length", 64 * 2**20)],
         )
 

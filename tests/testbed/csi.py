@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-import kit.sockets
+import kit.files
 from cache.csi import csi_pb2 as pb
 from cache.csi import volumes
 from tests.testbed import agent, waiting
@@ -44,7 +44,7 @@ class Kubelet:
     ) -> Any:  # fmt: skip
         """grpc.RpcError when it fails."""
         socket = self.registration if registration else self.csi
-        with grpc.insecure_channel(kit.sockets.grpc_address(socket)) as channel:
+        with grpc.insecure_channel(kit.files.grpc_address(socket)) as channel:
             stub: Any = channel.unary_unary(
                 f"/{method}",
                 request_serializer=lambda message: message.SerializeToString(),

@@ -63,16 +63,15 @@ def hold_files(folder: Path) -> None:
             _wait(folder, self._control, self.beat)
         step(self, files, size)
 
-    def held_copy(self: "worker.Worker", job: "protocol.Copy") -> None:
+    def held_copy(self: "worker.Worker", job: "protocol.Copy") -> "protocol.Copied":
         # A worker that waits keeps what it has of its chunk. So it copies one file in each job.
         wanted = _wanted(folder)
         alone = wanted is not None and not wanted["chunks"]
         worker.CHUNK_SECONDS = 0.0 if alone else chunk_seconds
-        copy(self, job)
+        return copy(self, job)
 
     control.Throttle.step = held_step  # type: ignore[method-assign]
-    methods = worker.Worker.methods
-    worker.Worker.methods = {k: held_copy if do is copy else do for k, do in methods.items()}
+    worker.Worker.copy = held_copy  # type: ignore[method-assign]
 
 
 def hold_forks(folder: Path) -> None:
@@ -97,7 +96,7 @@ def hold_image(folder: Path) -> None:
 
     def held_pause(self: "blocks.Pass", size: int = 0) -> None:
         if self.phase == "filling":
-            _wait(folder, self._page, self.beat)
+            _wait(folder, self.agent.page, self.beat)
         pause(self, size)
 
     blocks.Pass.pause = held_pause  # type: ignore[method-assign]

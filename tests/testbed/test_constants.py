@@ -10,7 +10,7 @@ import pytest
 
 from nodeagent.settings import Settings
 from tests.testbed import constants, starts
-from volumes.audit.settings import AuditSettings, LogSettings
+from volumes.settings import AuditSettings, LogSettings
 
 
 def test_what_is_a_constant_is_taken_out_of_a_file() -> None:
@@ -38,7 +38,7 @@ def test_a_process_gets_them_by_its_environment() -> None:
         [starts.python_path(os.environ), str(Path(__file__).parents[2])]
     )
     code = (
-        "from volumes.audit.settings import AuditSettings; from volumes.guard import kernel;"
+        "from volumes.settings import AuditSettings; from volumes.guard import kernel;"
         "print(AuditSettings().settle, repr(kernel.OBJECT))"
     )
     said = subprocess.run(

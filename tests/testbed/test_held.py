@@ -14,7 +14,7 @@ from tests.testbed.agent import Agent
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What the hook changes is as before after the test."""
     monkeypatch.setattr(control.Throttle, "step", control.Throttle.step)
-    monkeypatch.setattr(worker.Worker, "methods", worker.Worker.methods)
+    monkeypatch.setattr(worker.Worker, "copy", worker.Worker.copy)
     monkeypatch.setattr(child_main, "command", child_main.command)
     yield monkeypatch
 

@@ -14,7 +14,7 @@ GUARD, MODE = (next(r.handler for r in api.ROUTES if r.path == path)
 
 
 async def test_an_agent_that_has_not_looked_does_not_say_that_nothing_is_attached() -> None:
-    starting = SimpleNamespace(guard=SimpleNamespace(looked=False))
+    starting = SimpleNamespace(guard=SimpleNamespace(in_force=SimpleNamespace(looked=False)))
     with pytest.raises(kit.errors.DegradedError, match="has not looked at the kernel yet"):
         await GUARD(starting, Request())
 

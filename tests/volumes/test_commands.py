@@ -10,8 +10,8 @@ import pytest
 
 import kit.errors
 from kit.room import Request
-from nodeagent import api_client
 from nodeagent.api import server
+from nodeagent.commands import client
 from volumes import api, commands, settings
 from volumes.guard import without_agent
 
@@ -32,9 +32,7 @@ class Context:
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         answer = json.dumps(server._error_body(DOES_NOT_RUN))
-        return api_client.Client("unix:///agent")._decode(
-            answer, server._STATUS[type(DOES_NOT_RUN)]
-        )
+        return client.Client("unix:///agent")._decode(answer, server._STATUS[type(DOES_NOT_RUN)])
 
     def offline(self, room: str) -> tuple[settings.VolumesSettings, Path]:
         return settings.VolumesSettings(), self.folder
@@ -101,7 +99,8 @@ def test_another_nodes_agent_is_not_answered_for(tmp_path: Path) -> None:
 async def test_agent_that_has_not_looked_names_the_way() -> None:
     class Starting:
         class guard:
-            looked = False
+            class in_force:
+                looked = False
 
     with pytest.raises(kit.errors.DegradedError) as caught:
         await api._guard(Starting(), Request())  # type: ignore[arg-type]

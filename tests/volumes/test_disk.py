@@ -13,8 +13,9 @@ import kit.errors
 import kit.files
 import kit.threads
 from tests.testbed import waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
-from volumes.audit import journal
+from volumes.audit import actions
 from volumes.guard import controller
 from volumes.ledger import store
 
@@ -33,10 +34,10 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
     monkeypatch.setattr(kit.threads, "STATE", kit.threads.Apart("the test's"))
     monkeypatch.setattr(kit.files, "append", hang)
     monkeypatch.setattr(store.LedgerStore, "load", hang)
-    monkeypatch.setattr(journal.ActionJournal, "read", hang)
+    monkeypatch.setattr(actions.ActionJournal, "read", hang)
     monkeypatch.setattr(controller, "LOAD_SECONDS", 0.05)
-    monkeypatch.setattr(journal, "_WRITE_SECONDS", 0.05)
-    monkeypatch.setattr(journal, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(actions, "_WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(actions, "_READ_SECONDS", 0.05)
     yield found
     over.set()  # before the loop ends, which waits for its threads
 
@@ -49,7 +50,7 @@ async def _others_work() -> None:
 async def test_starts_fail_in_time_and_leave_one_thread(hanging: list[int], tmp_path: Path) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     for _ in range(TRIES):  # the room makes its objects anew each time
-        made = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path)
+        made = controller.Controller(settings.GuardSettings(), (), witness(), state_dir=tmp_path)
         with pytest.raises(kit.errors.HostError, match="gave no answer|an earlier call hangs"):
             async with asyncio.timeout(waiting.limit(60)):
                 await made.start()
@@ -61,7 +62,7 @@ async def test_journal_ends_in_time_and_leaves_one_thread(
     hanging: list[int], tmp_path: Path
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    written = journal.ActionJournal(tmp_path)
+    written = actions.ActionJournal(tmp_path)
     async with asyncio.timeout(waiting.limit(60)):
         for _ in range(TRIES):
             assert not await written.write({"action": "a"})

@@ -3,7 +3,7 @@
 import pytest
 
 from volumes import settings
-from volumes.audit.settings import AuditSettings
+from volumes.settings import AuditSettings
 
 
 @pytest.mark.parametrize(("change", "text"), [

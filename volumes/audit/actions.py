@@ -4,36 +4,44 @@ action, journalled. (Broken mappings are the affair of ``repair``, the one way t
 ``plans`` says which actions the current findings call for and what forbids each; it is pure.
 ``Runner`` carries a plan out: modes, limits, a new scan and a new plan immediately before it, and
 the journal of actions.
-
-Invariant: an action is in the journal as ``begun`` before it starts and with its outcome after it,
-so one that the agent's end interrupted can be recognised.
 """
 
+import asyncio
+import collections
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 import kit.child
 import kit.errors
+import kit.files
+import kit.threads
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit import executors, journal
+from volumes.audit import executors
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mounting
-from volumes.audit.settings import ActionSettings
+from volumes.settings import ActionSettings
+
+log = structlog.get_logger("audit.actions")
 
 DETACH = "detach-leaked"
 _RETRY_SECONDS = 60.0
 _REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
+_WRITE_SECONDS = 5.0  # for a line of the journal
+_READ_SECONDS = 10.0
+_MOST_LAST = 100
 
 
 @dataclass(frozen=True)
 class ActionPlan:
     """One action. ``refusal`` says why it must not be carried out; empty when it may."""
 
-    action: str
     finding: str  # id
     device: str
     what: str  # for people
@@ -78,7 +86,6 @@ def _detach(
         way = f"/proc/{owner.pid}{task}/ns/mnt"
     targets = sorted({place.target for place in places})
     return ActionPlan(
-        DETACH,
         finding.id,
         device.name,
         f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}",
@@ -96,19 +103,53 @@ def _detach(
 # -- carrying out ------------------------------------------------------------------------------
 
 
-def modes(settings: ActionSettings) -> dict[str, str]:
-    """Each action's mode: off, dry-run or on."""
-    return {DETACH: settings.detach_leaked}
+class ActionJournal:
+    """What the audit does to the node, actions and steps of repairs: one JSON line each, in two
+    files of at most 1 MiB. Whatever is done is written as ``begun`` before it starts and with its
+    outcome after it, so one that the agent's end interrupted can be recognised."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_LAST)
+        self._path = state_dir / "volumes" / "actions.jsonl"
+
+    async def write(self, entry: Mapping[str, Any]) -> bool:
+        """To the log, to ``last`` and to the file; False when the disk failed, which is logged."""
+        self.last.append(dict(entry))
+        log.warning("volume action", **entry)
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                await kit.threads.STATE.call(kit.files.append, self._path, entry)
+        except (OSError, TimeoutError) as error:
+            log.error("cannot write the journal of actions", error=str(error) or "timeout")
+            return False
+        return True
+
+    async def recall(self) -> list[dict[str, Any]] | None:
+        """As ``read``; None when the disk does not answer, which is logged."""
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                return await kit.threads.STATE.call(self.read)
+        except TimeoutError as error:
+            log.error("cannot read the journal of actions", error=str(error) or "timeout")
+            return None
+
+    def read(self) -> list[dict[str, Any]]:
+        """What earlier agents wrote, the oldest first. Blocks. Damaged lines are left out."""
+        found = []
+        for file in (self._path.with_name(f"{self._path.name}.1"), self._path):
+            with contextlib.suppress(OSError):
+                found += kit.files.entries(file.read_bytes().splitlines())
+        return found
 
 
 class Runner:
     """Carries plans out, at most ``per_hour`` of them an hour."""
 
     def __init__(self, state_dir: Path) -> None:
-        self.journal = journal.ActionJournal(state_dir)
+        self.journal = ActionJournal(state_dir)
         self.last = self.journal.last
         self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
-        self._not_before: dict[tuple[str, str], float] = {}
+        self._not_before: dict[str, float] = {}
         self._done: list[float] = []
 
     def due(self, plans: list[ActionPlan], settings: ActionSettings) -> list[ActionPlan]:
@@ -121,7 +162,7 @@ class Runner:
             step
             for step in plans
             if mode != "off"
-            and (step.action, step.finding) not in self._not_before
+            and step.finding not in self._not_before
             and (not step.refusal or mode == "dry-run")
         ]
 
@@ -136,27 +177,26 @@ class Runner:
     ) -> dict[str, Any]:
         """Carry one plan out, or say what would be done; returns the journal entry. ``again``
         scans and plans once more."""
-        key = step.action, step.finding
-        self._not_before[key] = time.monotonic() + _RETRY_SECONDS
+        self._not_before[step.finding] = time.monotonic() + _RETRY_SECONDS
         dry = settings.detach_leaked != "on" if dry_run is None else dry_run
         entry: dict[str, Any] = {
             "time": time.time(),
-            "action": step.action,
+            "action": DETACH,
             "finding": step.finding,
             "device": step.device,
             "what": step.what,
             "by": by,
             "dry_run": dry,
         }
-        fresh = next((p for p in await again() if (p.action, p.finding) == key), None)
+        fresh = next((p for p in await again() if p.finding == step.finding), None)
         if fresh is None:
             return await self._finish(entry, "gone", "the trouble is over")
         if fresh.refusal:
-            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            self._not_before[step.finding] = time.monotonic() + _REPEAT_SECONDS
             return await self._finish(entry, "refused", fresh.refusal)
         entry["what"] = fresh.what
         if dry:
-            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            self._not_before[step.finding] = time.monotonic() + _REPEAT_SECONDS
             return await self._finish(entry, "dry-run", "would be done")
         if not self._within_limit(settings.per_hour):
             return await self._finish(entry, "limited", f"{settings.per_hour} in this hour already")
@@ -184,6 +224,6 @@ class Runner:
 
     async def _finish(self, entry: dict[str, Any], outcome: str, detail: str) -> dict[str, Any]:
         entry |= {"outcome": outcome, "detail": detail}
-        self.counts[entry["action"], outcome] = self.counts.get((entry["action"], outcome), 0) + 1
+        self.counts[DETACH, outcome] = self.counts.get((DETACH, outcome), 0) + 1
         await self.journal.write(entry)
         return entry

@@ -16,8 +16,8 @@ import kit.errors
 from ceph import client, monitors, protocol
 from linux import netlink
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import NetworkPath
+from volumes.settings import AuditSettings, ClusterSettings
 
 _SOON_SECONDS = (5.0, 30.0)  # between a reason to ask and asking
 _FIRST_SECONDS = 90.0  # less than audit-blind waits

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from volumes.audit.finding_state import Judged
 from volumes.audit.rules import agent, clusters, mappings, mounting
 from volumes.audit.rules.base import AuditRule
-from volumes.audit.settings import RuleSettings
 from volumes.audit.types import Scene, Severity, Trouble
+from volumes.settings import RuleSettings
 
 # Every rule, in the order of the status output. A new rule needs one line here.
 RULES: tuple[AuditRule, ...] = (

@@ -27,6 +27,7 @@ from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings
 from volumes.audit.types import GuardView
+from volumes.settings import RepairSettings
 
 ACTION = "repair"
 CERTAIN = frozenset({"blocklisted-client"})  # rules whose finding alone says "broken"
@@ -43,17 +44,6 @@ class Step(StrEnum):
     UNMAP = "unmap"
     PROBE = "probe"  # look at the volume when it is mapped again
     RELEASE = "release"  # take the taint away; the case is closed
-
-
-@dataclass(frozen=True)
-class Policy:
-    """``settle``, ``follow``: seconds. See RepairSettings."""
-
-    settle: float = 60.0
-    per_hour: int = 4
-    per_volume: int = 2
-    follow: float = 900.0
-    taint: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,42 +87,46 @@ class Decision:
 
 
 def decide(
-    case: Case, sight: Sight, policy: Policy, now: float, attempts: Iterable[tuple[str, float]]
+    case: Case,
+    sight: Sight,
+    wanted: RepairSettings,
+    now: float,
+    attempts: Iterable[tuple[str, float]],
 ) -> Decision:
     """The next step. ``attempts``: volume and time of every unmap that was begun on this node."""
     if not sight.mapped:
-        return _after(case, sight, policy, now)
+        return _after(case, sight, wanted, now)
     if sight.doubt:
         return Decision(None, sight.doubt)
     if not sight.broken:
         if case.is_open:
             return Decision(Step.RELEASE, "the mapping is not broken any more")
         return Decision(None, "it is not broken")
-    if policy.taint and Step.TAINT not in case.done:
+    if wanted.taint and Step.TAINT not in case.done:
         return Decision(Step.TAINT, sight.broken)
     if sight.held:
         return Decision(None, f"it waits: {sight.held}")
-    if sight.free_since is None or now - sight.free_since < policy.settle:
-        return Decision(None, f"it waits: nothing must hold it for {policy.settle:g}s")
+    if sight.free_since is None or now - sight.free_since < wanted.settle:
+        return Decision(None, f"it waits: nothing must hold it for {wanted.settle:g}s")
     past = list(attempts)
-    if sum(now - at < HOUR for _, at in past) >= policy.per_hour:
-        return Decision(None, f"{policy.per_hour} mappings of this node in this hour already")
-    if sum(now - at < DAY for volume, at in past if volume == case.volume) >= policy.per_volume:
+    if sum(now - at < HOUR for _, at in past) >= wanted.per_hour:
+        return Decision(None, f"{wanted.per_hour} mappings of this node in this hour already")
+    if sum(now - at < DAY for volume, at in past if volume == case.volume) >= wanted.per_volume:
         return Decision(
             None,
-            f"{policy.per_volume} attempts for this volume in a day: see why they did not help",
+            f"{wanted.per_volume} attempts for this volume in a day: see why they did not help",
         )
     return Decision(Step.UNMAP, f"{sight.broken}; nothing holds it")
 
 
-def _after(case: Case, sight: Sight, policy: Policy, now: float) -> Decision:
+def _after(case: Case, sight: Sight, wanted: RepairSettings, now: float) -> Decision:
     """The attachment is gone, by us or by somebody else."""
     if not case.is_open:
         return Decision(None, "it is not mapped any more")
     if Step.UNMAP in case.begun and Step.PROBE not in case.done:
         if sight.again:
             return Decision(Step.PROBE, sight.again)
-        if now - case.begun[Step.UNMAP] < policy.follow:
+        if now - case.begun[Step.UNMAP] < wanted.follow:
             return Decision(None, "it waits for the volume to be mapped again")
         return Decision(Step.RELEASE, "the volume was not mapped here again")
     return Decision(Step.RELEASE, "the broken mapping is gone")

@@ -13,19 +13,16 @@ import kit.child
 import kit.errors
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit import executors, journal, repair
+from volumes.audit import actions, executors, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
-from volumes.audit.settings import RepairSettings
 from volumes.audit.types import GuardView
+from volumes.ledger.witness import Witness
+from volumes.settings import RepairSettings
 
 _SAY_AGAIN_SECONDS = 3600.0  # a dry run is not journalled again sooner
 _RETRY_SECONDS = 60.0  # least time between two attempts of a step that failed
 _PROBED = ("has_fs", "partitioned", "encrypted", "blank_verified")  # verdicts that are an answer
-
-# Says what claims the device's volume for this node, "" for nothing. AgentError: not known.
-Claims = Callable[[blockdev.BlockDevice], Awaitable[str]]
-Taint = Callable[[bool], Awaitable[None]]  # AgentError
 
 
 @dataclass(frozen=True)
@@ -38,31 +35,22 @@ class Look:
 
 
 class Repairer:
-    """``taint``: None where there is no cluster."""
+    """``witness``: says what claims a volume for this node, and taints the node."""
 
     def __init__(
-        self,
-        wanted: RepairSettings,
-        written: journal.ActionJournal,
-        claims: Claims | None = None,
-        taint: Taint | None = None,
+        self, wanted: RepairSettings, written: actions.ActionJournal, witness: Witness
     ) -> None:
         self.settings = wanted
         self.counts: dict[tuple[str, str], int] = {}  # (step, outcome)
         self.shown: dict[str, dict[str, Any]] = {}  # by device: the case for operators
         self._journal = written
-        self._claims = claims
-        self._taint = taint
+        self._witness = witness
         self._cases: dict[str, Case] = {}
         self._attempts: list[tuple[str, float]] = []
         self._free: dict[str, float] = {}  # case -> since when nothing holds it
         self._said: dict[tuple[str, Step], float] = {}
         self._not_before: dict[tuple[str, Step], float] = {}
         self._recalled = False
-
-    def policy(self) -> repair.Policy:
-        s = self.settings
-        return repair.Policy(s.settle, s.per_hour, s.per_volume, s.follow, s.taint)
 
     def users_of(self, look: Look) -> tuple[str, ...]:
         """Broken devices, whose users the next scan must search."""
@@ -126,7 +114,7 @@ class Repairer:
         now = time.time()
         sight = await self._sight(case, device, look, now)
         self._attempts = [each for each in self._attempts if now - each[1] < repair.DAY]
-        return repair.decide(case, sight, self.policy(), now, self._attempts), sight
+        return repair.decide(case, sight, self.settings, now, self._attempts), sight
 
     async def _sight(
         self, case: Case, device: blockdev.BlockDevice | None, look: Look, now: float
@@ -137,9 +125,9 @@ class Repairer:
         if not why:
             return Sight(mapped=True, doubt=doubt)
         held = repair.why_held(look.inventory, device)
-        if not held and self._claims is not None:
+        if not held:
             try:
-                held = await self._claims(device)
+                held = await self._witness.attached_here(device)
             except (kit.errors.AgentError, OSError) as error:
                 return Sight(mapped=True, broken=why, doubt=f"who claims it is not known: {error}")
         if held:
@@ -210,15 +198,11 @@ class Repairer:
                 deadline=executors.DEADLINE_SECONDS,
             )  # fmt: skip
         elif step is Step.TAINT:
-            if self._taint is None:
-                raise kit.errors.HostError(
-                    "volumes.repair.taint", "no cluster is configured", "see the section kubernetes"
-                )
-            await self._taint(True)
+            await self._witness.taint(True)
         elif step is Step.RELEASE:
             others = [e for e in self._cases.values() if e.id != case.id and Step.TAINT in e.begun]
-            if Step.TAINT in case.begun and self._taint is not None and not others:
-                await self._taint(False)
+            if Step.TAINT in case.begun and not others:
+                await self._witness.taint(False)
 
     async def _say_once(self, case: Case, step: Step, entry: dict[str, Any]) -> None:
         now = time.monotonic()

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
-from volumes.audit.settings import AuditSettings
 from volumes.audit.types import Scene
+from volumes.settings import AuditSettings
 
 # A volume is between staging and publishing for a moment.
 _BUSY_AFTER_SECONDS = 1.0
@@ -75,9 +75,6 @@ class Depth:
 
     def __bool__(self) -> bool:
         return self.deep or bool(self.users_of)
-
-
-QUICK = Depth(deep=False, users_of=())
 
 
 def first(memory: ScanMemory, settings: AuditSettings, now: float) -> Depth:

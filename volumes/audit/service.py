@@ -23,8 +23,7 @@ import kit.errors
 import kit.findings
 import kit.room
 from ceph import protocol
-from kube.settings import KubeletSettings
-from linux import mountinfo, netlink, syscalls
+from linux import netlink, syscalls
 from volumes.audit import (
     actions,
     cluster_polling,
@@ -38,13 +37,14 @@ from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
-from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView, Scene
+from volumes.ledger.witness import Witness
+from volumes.node.watch import NodeWatch
+from volumes.settings import AuditSettings, VolumesSettings
 
 log = structlog.get_logger("audit")
 
 ORIGIN = "volume-audit"
-_HOST_TABLE = "/proc/1/mountinfo"
 _DEBOUNCE_SECONDS = 0.2  # a burst of mounts is one change
 # While kubelet has a mount namespace of its own: only pid 1's mount table is watched.
 _OWN_NAMESPACE_SECONDS = 5.0
@@ -54,43 +54,29 @@ _ALL_SECONDS = 1800.0  # between two readings of all devices, named by uevents o
 _MOST_CHANGED = 256  # devices; of more, all are read
 
 
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """What the audit looks at beside its own section."""
-
-    clusters: tuple[ClusterSettings, ...]
-    drivers: tuple[str, ...]
-    kubelet: KubeletSettings
-
-
 class Audit:
-    """``guard`` returns the guard's state; it is called each round and must not block."""
+    """``wanted``: with the guard's settings that are in force. ``guard`` returns the guard's state;
+    it is called each round and must not block."""
 
     def __init__(
         self,
-        settings: AuditSettings,
-        clusters: Sequence[ClusterSettings] = (),
+        wanted: VolumesSettings,
+        witness: Witness,
+        node: NodeWatch,
         *,
-        drivers: Sequence[str],
         state_dir: Path,
         reporter: kit.findings.Reporter,
-        guard: Callable[[], GuardView | None] = lambda: None,
-        repair: RepairSettings | None = None,
-        kubelet: KubeletSettings | None = None,
-        claims: repairer.Claims | None = None,
-        taint: repairer.Taint | None = None,
+        guard: Callable[[], GuardView | None],
     ) -> None:
-        self.settings = settings
-        self.watched = Watched(tuple(clusters), tuple(drivers), kubelet or KubeletSettings())
+        self.wanted = wanted
+        self.settings = wanted.audit
         self.inventory: Inventory | None = None
         self.states: list[evaluate.RuleState] = []
         self.findings: list[kit.findings.Finding] = []
         self.scanner = scan.Scanner()
         self.clusters = cluster_polling.Poller(self.wake)
         self.runner = actions.Runner(state_dir)
-        self.repairer = repairer.Repairer(
-            repair or RepairSettings(), self.runner.journal, claims, taint
-        )
+        self.repairer = repairer.Repairer(wanted.repair, self.runner.journal, witness)
         self.follower: follower.LogFollower | None = None
         self._reporter = reporter
         self._guard = guard
@@ -104,8 +90,7 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watches = contextlib.ExitStack()  # of mounts and devices
-        self._uevents: netlink.Uevents | None = None
+        self._node = node
         self._changed: set[str] | None = None  # devices that uevents named; None: read all
         self._all_read = 0.0  # monotonic time
         self._advanced = 0.0  # monotonic time of the loop's last round
@@ -118,30 +103,20 @@ class Audit:
         if not self.settings.enabled:
             return
         self._load_patterns(self.settings)
-        try:
-            watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
-        except OSError as error:
+        self._node.devices.append(self._devices_changed)
+        self._node.mounts.append(self._mounts_changed)
+        await self._node.start(self)
+        if self._node.blind:
             raise kit.errors.HostError(
-                _HOST_TABLE,
-                f"cannot be read ({error.strerror})",
+                "/proc/1/mountinfo",
+                f"cannot be read ({self._node.blind})",
                 "run with the host's pid namespace (hostPID: true)",
-            ) from error
-        self._watches.callback(watch.close)
-        try:
-            uevents = netlink.Uevents()
-        except OSError as error:
-            log.warning("no uevents: new devices are found at intervals only", error=str(error))
-        else:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(uevents.fd, self._devices_changed)
-            self._uevents = uevents
-            self._watches.callback(uevents.close)
-            self._watches.callback(loop.remove_reader, uevents.fd)
+            )
         self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
             asyncio.create_task(
-                self.clusters.run(lambda: self.settings, lambda: self.watched.clusters),
+                self.clusters.run(lambda: self.settings, lambda: self.wanted.clusters),
                 name="audit clusters",
             ),
         ]
@@ -158,40 +133,30 @@ class Audit:
             return
         self.follower = follower.LogFollower(
             follower.configuration(
-                self.settings.logs, tuple(self._patterns.values()), self.watched.drivers
+                self.settings.logs, tuple(self._patterns.values()), self.wanted.guard.drivers
             ),
             self._log_hits,
         )
         self._log_task = asyncio.create_task(self.follower.run(), name="audit logs")
 
-    async def reconcile(
-        self,
-        settings: AuditSettings,
-        clusters: Sequence[ClusterSettings] | None = None,
-        drivers: Sequence[str] | None = None,
-        kubelet: KubeletSettings | None = None,
-    ) -> Sequence[str]:
+    async def reconcile(self, wanted: VolumesSettings) -> Sequence[str]:
         """Take over new settings; all but ``enabled`` change while running. Raises what ended the
         loop."""
-        enabled = self.settings.enabled
-        refused = [] if settings.enabled is enabled else ["audit.enabled"]
-        settings = settings.model_copy(update={"enabled": enabled}) if refused else settings
-        if not enabled:
+        before = self.settings
+        refused = [] if wanted.audit.enabled is before.enabled else ["audit.enabled"]
+        self.repairer.settings = wanted.repair
+        if not before.enabled:
             return refused
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        old = self.watched
-        watched = Watched(
-            old.clusters if clusters is None else tuple(clusters),
-            old.drivers if drivers is None else tuple(drivers),
-            kubelet or old.kubelet,
-        )
-        if (settings, watched) != (self.settings, old):
-            logs_changed = settings.logs != self.settings.logs or watched.drivers != old.drivers
+        new = wanted.audit.model_copy(update={"enabled": True}) if refused else wanted.audit
+        if (new, _beside(wanted)) != (before, _beside(self.wanted)):
+            drivers_changed = wanted.guard.drivers != self.wanted.guard.drivers
+            logs_changed = new.logs != before.logs or drivers_changed
             if logs_changed:
-                self._load_patterns(settings)
-            self.settings, self.watched = settings, watched
+                self._load_patterns(new)
+            self.settings, self.wanted = new, wanted
             if logs_changed:
                 self._follow_logs()
             self.clusters.ask_soon()
@@ -200,7 +165,7 @@ class Audit:
 
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
-        self._watches.close()
+        await self._node.stop(self)
         tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
         for task in tasks:
             task.cancel()
@@ -229,20 +194,15 @@ class Audit:
         self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
-    def _devices_changed(self) -> None:
-        self._hear()
+    def _devices_changed(self, found: Sequence[netlink.Uevent] | None) -> None:
+        """Note which devices the uevents name; None: some may be lost."""
+        if found is None or self._changed is None:
+            self._changed = None
+        else:
+            self._changed |= {event.name for event in found}
+            if len(self._changed) > _MOST_CHANGED:
+                self._changed = None
         self._wake.set()
-
-    def _hear(self) -> None:
-        """Note which devices the waiting uevents name."""
-        try:
-            while self._uevents is not None and (found := self._uevents.read()):
-                if self._changed is not None:
-                    self._changed |= {event.name for event in found}
-        except (netlink.Overflow, OSError):
-            self._changed = None
-        if self._changed is not None and len(self._changed) > _MOST_CHANGED:
-            self._changed = None
 
     def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
         self._note(found)
@@ -346,22 +306,22 @@ class Audit:
             self._blind = f"{error.thing}: {error.cause}"
 
     def _request(self, depth: scheduler.Depth) -> scan.Request:
-        self._hear()
+        self._node.hear()
         if depth.deep and time.monotonic() - self._all_read >= _ALL_SECONDS:
             self._changed = None
         changed = None if self._changed is None else tuple(sorted(self._changed))
         if changed is None:
             self._all_read = time.monotonic()
-        self._changed = None if self._uevents is None else set()
+        self._changed = set() if self._node.hears_devices else None
         return scan.Request(
-            drivers=self.watched.drivers,
-            kubelet=str(self.watched.kubelet.root_dir),
+            drivers=self.wanted.guard.drivers,
+            kubelet=str(self.wanted.this_node.kubelet.root_dir),
             proc="/proc",
             sys="/sys",
             containers=str(self.settings.containers),
             deep=depth.deep,
             users_of=depth.users_of,
-            kubelet_set="root_dir" in self.watched.kubelet.model_fields_set,
+            kubelet_set="root_dir" in self.wanted.this_node.kubelet.model_fields_set,
             changed=changed,
             names=self.settings.names,
         )
@@ -380,7 +340,7 @@ class Audit:
     def cluster_views(self) -> dict[str, protocol.ClusterView | str]:
         """The latest view of every configured cluster, or why there is none."""
         return {
-            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.watched.clusters
+            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.wanted.clusters
         }
 
     def _scene(self) -> Scene:
@@ -396,7 +356,7 @@ class Audit:
             clusters=self.cluster_views(),
             watched_by=self.clusters.watched_by,
             expected_versions={
-                c.name: c.expected_version for c in self.watched.clusters if c.expected_version
+                c.name: c.expected_version for c in self.wanted.clusters if c.expected_version
             },
             paths=self.clusters.paths,
             guard=self._guard(),
@@ -493,9 +453,14 @@ class Audit:
 
     async def audit_now(self) -> None:
         """A full round, clusters included."""
-        if self.watched.clusters:
+        if self.wanted.clusters:
             timeout = self.settings.cluster_timeout
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout + 5.0):
-                    await self.clusters.ask(self.watched.clusters, timeout)
+                    await self.clusters.ask(self.wanted.clusters, timeout)
         await self.round(full=True)
+
+
+def _beside(wanted: VolumesSettings) -> tuple[object, ...]:
+    """What the audit looks at beside its own section."""
+    return wanted.clusters, wanted.guard.drivers, wanted.this_node.kubelet

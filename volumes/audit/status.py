@@ -100,7 +100,7 @@ def overview(audit: Audit) -> dict[str, Any]:
     inventory = audit.inventory
     follower = audit.follower
     return {
-        "drivers": list(audit.watched.drivers),
+        "drivers": list(audit.wanted.guard.drivers),
         "names": list(audit.settings.names),
         "looked_at": inventory.taken if inventory else None,
         "devices": len(inventory.devices) if inventory else 0,
@@ -120,7 +120,7 @@ def overview(audit: Audit) -> dict[str, Any]:
         ],
         "logs": msgspec.to_builtins(follower.counters()) if follower else {},
         "log_trouble": follower.states() if follower else {},
-        "actions": actions.modes(audit.settings.actions),
+        "actions": {actions.DETACH: audit.settings.actions.detach_leaked},
         "repairs": list(audit.repairer.shown.values()),
         "journal": list(audit.runner.last)[-_LAST_ACTIONS:],
         "findings": findings(audit),

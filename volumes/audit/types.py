@@ -12,7 +12,7 @@ from ceph import protocol
 from linux import blockdev
 from linux.syscalls import ClockState
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.settings import AuditSettings
+from volumes.settings import AuditSettings
 
 Severity = kit.findings.Severity
 KERNEL = "kernel"  # the name of the kernel's log among the log sources

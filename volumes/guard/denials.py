@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import kit.findings
 from linux import procfs
-from volumes.guard import events
+from volumes.guard import kernel
 
 KeyT = TypeVar("KeyT", bound=tuple[Hashable, ...])
 KEPT = 256  # newest denials, for the status
@@ -70,7 +70,7 @@ def _of_process(pid: int) -> str:
         return ""
 
 
-def resolve(event: events.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
+def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
     """The event with names.
 
     ``mount``: the cgroup hierarchy, open: it still names the container of a process that has ended.

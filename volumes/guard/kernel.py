@@ -17,16 +17,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kit.errors
 import kit.files
-from linux import bpf
+from linux import bpf, mountinfo
 from volumes import settings
-from volumes.guard import cgroups, pins
+from volumes.guard import pins
 
 # --- layouts shared with guard.bpf.c: change both together
 
@@ -36,6 +36,8 @@ COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
+_EVENT = struct.Struct("=QQ6I16s16s256s")
+_CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
 _LOCK_SECONDS = 10.0
 
@@ -118,6 +120,52 @@ class KernelLease:
         return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq, grace / 1e9)
 
 
+@dataclass(frozen=True)
+class Event:
+    """A write open that the guard denied, or in dry-run would have denied. Of one caller (a
+    program's name in one cgroup, on one device) the program reports 16 in a second, of all callers
+    on one device 64, and counts the rest."""
+
+    time: float  # CLOCK_MONOTONIC seconds
+    cgroup: int  # id in the cgroup v2 hierarchy: the directory's inode number
+    pid: int
+    parent_pid: int
+    number: Number
+    denied: bool
+    program: str  # the task's name
+    parent: str
+    arguments: tuple[str, ...]  # the first 256 bytes of the command line; may be empty
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Event":
+        time_ns, cgroup, pid, ppid, major, minor, mode, size, name, parent, args = _EVENT.unpack(
+            raw[: _EVENT.size]
+        )
+        words = args[: min(size, 256)].rstrip(b"\0").split(b"\0") if size else []
+        return cls(
+            time=time_ns / 1e9,
+            cgroup=cgroup,
+            pid=pid,
+            parent_pid=ppid,
+            number=(major, minor),
+            denied=mode == Mode.ENFORCE.number,
+            program=task_text(name),
+            parent=task_text(parent),
+            arguments=tuple(word.decode(errors="replace") for word in words),
+        )
+
+    @property
+    def caller(self) -> bytes:
+        """Its key in the kernel's map of callers."""
+        return _CALLER.pack(*self.number, self.cgroup, task_name(self.program))
+
+
+def whole_device(caller: bytes) -> bytes:
+    """The key in the kernel's map of callers for all of the caller's device."""
+    major, minor, *_ = _CALLER.unpack(caller)
+    return _CALLER.pack(major, minor, 0, b"")
+
+
 # --- what is wanted and what is there
 
 
@@ -184,6 +232,45 @@ class Present(Wanted):
         )
 
 
+def at_least(wanted: Wanted, present: Present) -> Wanted:
+    """What to bring to the kernel while the last settings are lost: the mode as wanted, no major
+    less than there is, and nobody admitted who is not now."""
+    if not present.attached:
+        return wanted
+    return replace(
+        wanted,
+        majors=wanted.majors | present.majors,
+        openers=present.openers,
+        words=frozenset(
+            {word for word in present.words if word.kind is Kind.ALLOWED}
+            | {word for word in wanted.words if word.kind is not Kind.ALLOWED}
+        ),
+    )
+
+
+def find_cgroup() -> Path:
+    """The mount point of the whole cgroup v2 hierarchy. HostError without one."""
+    for mount in mountinfo.read():
+        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
+        if mount.fstype == "cgroup2" and is_root_cgroup(Path(mount.target)):
+            return Path(mount.target)
+    raise kit.errors.HostError(
+        "cgroup v2",
+        "its root is not mounted here",
+        "in a pod, mount the host's /sys/fs/cgroup and use the host's cgroup namespace; on a node "
+        "with cgroup v1 only: mount -t cgroup2 none /sys/fs/cgroup/unified; or set "
+        "volumes.guard.cgroup",
+    )
+
+
+def is_root_cgroup(cgroup: Path) -> bool:
+    """Only the real root has no cgroup.events; a container's root has one."""
+    return not (cgroup / "cgroup.events").exists()
+
+
+Programs = list[tuple[bpf.Program, bpf.ProgramInfo]]
+
+
 class Kernel:
     """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
 
@@ -223,23 +310,24 @@ class Kernel:
         finally:
             os.close(fd)
 
-    def _ours(self, fd: int) -> list[tuple[bpf.Program, bpf.ProgramInfo]]:
-        """Our programs attached there, the newest first. The caller closes them."""
+    @contextlib.contextmanager
+    def _programs(self, lock: bool = False) -> Iterator[tuple[int, Programs]]:
+        """The cgroup's descriptor, and our programs attached there, the newest first."""
         found = []
-        for number in bpf.attached(fd):
-            try:
-                program = bpf.Program.by_id(number)
-            except OSError as error:
-                if error.errno == errno.ENOENT:
-                    continue  # detached meanwhile
-                raise
-            info = program.info()
-            if info.name == PROGRAM:
-                found.append((program, info))
-            else:
-                program.close()
-        found.sort(key=lambda each: -each[1].loaded_ns)
-        return found
+        with self._directory(lock) as fd, contextlib.ExitStack() as opened:
+            for number in bpf.attached(fd):
+                try:
+                    program = bpf.Program.by_id(number)
+                except OSError as error:
+                    if error.errno == errno.ENOENT:
+                        continue  # detached meanwhile
+                    raise
+                opened.callback(program.close)
+                info = program.info()
+                if info.name == PROGRAM:
+                    found.append((program, info))
+            found.sort(key=lambda each: -each[1].loaded_ns)
+            yield fd, found
 
     def _open(self, info: bpf.ProgramInfo) -> None:
         """Open the program's maps, unless they are open already."""
@@ -267,13 +355,11 @@ class Kernel:
 
     def read(self) -> Present:
         """What is attached and in force now."""
-        with self._directory() as fd:
-            ours = self._ours(fd)
-            for program, _ in ours:
-                program.close()
+        with self._programs() as (_, ours):
+            pass
         where: dict[str, Any] = {
             "cgroup": str(self.cgroup),
-            "whole_node": cgroups.is_root(self.cgroup),
+            "whole_node": is_root_cgroup(self.cgroup),
         }
         if not ours:
             self.close()
@@ -317,18 +403,11 @@ class Kernel:
         if wanted.mode is Mode.OFF:
             self.detach()
             return self.read()
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
-            try:
-                self._adopt_or_replace(fd, ours, wanted)
-            finally:
-                for program, _ in ours:
-                    program.close()
+        with self._programs(lock=True) as (fd, ours):
+            self._adopt_or_replace(fd, ours, wanted)
         return self.read()
 
-    def _adopt_or_replace(
-        self, fd: int, ours: list[tuple[bpf.Program, bpf.ProgramInfo]], wanted: Wanted
-    ) -> None:
+    def _adopt_or_replace(self, fd: int, ours: Programs, wanted: Wanted) -> None:
         if ours:
             self._open(ours[0][1])
         program, maps = self._load()
@@ -419,23 +498,18 @@ class Kernel:
 
     def detach(self) -> int:
         """The kill switch: detach every guard program and remove the pins. Returns how many."""
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
+        with self._programs(lock=True) as (fd, ours):
             for program, _ in ours:
                 program.detach(fd)
-                program.close()
         self.close()
         pins.drop(self.pins)
         return len(ours)
 
     def repin(self) -> None:
         """Make lost pins anew, under the names that ``read`` misses."""
-        with self._directory(lock=True) as fd:
-            ours = self._ours(fd)
+        with self._programs(lock=True) as (_, ours):
             if ours and self._program_id == ours[0][1].id:
                 self._keep(ours[0][0], self.maps)
-            for program, _ in ours:
-                program.close()
 
     def _keep(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
         """An attached program stays without a pin, so an error only leaves leases to their end."""

@@ -5,8 +5,8 @@ can be formatted only after this module decided that it is blank. It takes every
 (two probes, the ledger, the image's metadata, the cluster's extents, the PersistentVolume, the
 kernel's log) and refuses when one of them says "data" or does not answer.
 
-``LeaseManager`` collects the facts and executes the steps, one after the other, as they are listed
-here. Two invariants follow from the order, even when the agent is killed between two steps:
+``checks`` collects the facts, and ``steps`` executes the steps, one after the other, as they are
+listed here. Two invariants follow from the order, even when the agent is killed between two steps:
 
 * whenever the kernel has a lease, the ledger has an open permission for that volume; so a volume
   that may have been formatted never again counts as one that was not;

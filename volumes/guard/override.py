@@ -11,9 +11,11 @@ the next boot. The agent moves it to the disk as soon as the disk takes it.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import kit.child
 import kit.errors
 import kit.threads
 from volumes import settings
-from volumes.guard import cgroups, kernel, pins, record
+from volumes.guard import kernel, pins, record
 
 READ_SECONDS = 3.0
 WRITE_SECONDS = 3.0
@@ -83,7 +85,14 @@ class Done:
 
 def handle(wanted: settings.GuardSettings, program: Path | None = None) -> kernel.Kernel:
     """The guard of the settings' cgroup. HostError without a cgroup v2 hierarchy."""
-    return kernel.Kernel(wanted.cgroup or cgroups.find(), wanted.pins, program or kernel.OBJECT)
+    cgroup = wanted.cgroup or kernel.find_cgroup()
+    return kernel.Kernel(cgroup, wanted.pins, program or kernel.OBJECT)
+
+
+def present(wanted: settings.GuardSettings) -> kernel.Present:
+    """What is attached there and in force now. HostError, InUseError, OSError."""
+    with contextlib.closing(handle(wanted)) as guard:
+        return guard.read()
 
 
 # --- what is remembered
@@ -269,6 +278,80 @@ async def _write(function: Any, state_dir: str, fields: Any) -> str:
     return ""
 
 
+class Memory:
+    """What a running agent knows of the mode that was asked for, whatever the disk does.
+
+    ``override``: the last one that was read or given. ``error``: why it is not known whether
+    there is one. ``lost``: why the settings that were last in force are not known, or not all of
+    them, where those of now name no mode. ``unwritten``: why what is in force is not on disk."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self.override: Override | None = None
+        self.error = self.lost = ""
+        self.unwritten = ""
+        self.noted: Sequence[dict[str, Any]] = ()  # the operator log's newest lines
+        self._recalled = Recalled()
+        self._held: Recalled | None = None  # what neither disk nor kernel could take
+        self._last: settings.GuardSettings | None = None  # the settings that were last in force
+        self._floor = kernel.Mode.OFF  # not weaker than this while an override may be unread
+
+    def mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
+        """The mode that must be in force: an operator's, else that of the settings."""
+        if self.override is not None:
+            return self.override.mode
+        return stronger(self.settings_mode(wanted), self._floor)
+
+    def settings_mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
+        return settings_mode(wanted, self._last)
+
+    def in_force(self, wanted: settings.GuardSettings) -> settings.GuardSettings:
+        return in_force(wanted, self._last)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A line that has just come to the operator log."""
+        self.noted = (*self.noted, line)[-record.MOST_NOTED :]
+
+    def hold(self, new: Override | None) -> None:
+        """An operator's word that could be kept nowhere else."""
+        self._held = Recalled(
+            new, last=self._last, unsaved=True, noted=tuple(self.noted), lost=self.lost
+        )
+
+    async def refresh(
+        self,
+        wanted: settings.GuardSettings,
+        left: Callable[[], Awaitable[kernel.Mode]] | None = None,
+    ) -> None:
+        """Read what commands may have written. ``left``: asks for the mode that an earlier agent
+        left in the kernel; only before this one has changed it."""
+        found = self._held or await recall(wanted, self._state_dir)
+        whole = self._last is not None and not self.lost
+        if not found.lost:
+            self._last, self.lost = found.last or self._last, ""
+        elif not whole:  # else this agent knows them better than the disk
+            self._last, self.lost = self._last or found.last, found.lost
+        self.noted = found.noted
+        self._recalled, self.error = found, found.error
+        if not found.error:  # else the last one known stays in force
+            self.override = found.override
+        if not (self.error or self.lost):
+            self._floor = kernel.Mode.OFF
+        else:
+            floor = self._floor if left is None else await left()
+            self._floor = stronger(floor, found.least)
+
+    async def keep(self, wanted: settings.GuardSettings) -> None:
+        """Bring to disk what is in force."""
+        found, self.unwritten = self._recalled, ""
+        if found.unsaved:
+            kept, self.unwritten = await save(wanted, self._state_dir, found.override)
+            self._held = None if kept else found
+        if not self.unwritten and not self.lost:
+            mode = self.settings_mode(wanted)
+            self.unwritten = await remember(wanted, mode, found, self._state_dir)
+
+
 # --- actions
 
 _SWITCH = kit.threads.Apart("kill switch")
@@ -343,14 +426,11 @@ async def _switch(wanted: settings.GuardSettings, mode: kernel.Mode, weaker: boo
 def _to_kernel(wanted: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:
     """In a thread: nothing but short calls to the kernel. Whether a guard is attached now.
     ``weaker``: than what is in force it may be."""
-    guard = handle(wanted)
-    try:
+    with contextlib.closing(handle(wanted)) as guard:
         if mode is kernel.Mode.OFF:
             guard.detach()
             return False
-        present = guard.read()
-        if present.attached:
-            guard.set_mode(mode if weaker else stronger(mode, present.mode))
-        return present.attached
-    finally:
-        guard.close()
+        now = guard.read()
+        if now.attached:
+            guard.set_mode(mode if weaker else stronger(mode, now.mode))
+        return now.attached

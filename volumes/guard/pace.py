@@ -1,5 +1,9 @@
-"""How soon a device is looked at again: after somebody tried to write to it (``Pace``), and because
-its content may have changed unnoticed (``due``). Pure.
+"""How soon a device is looked at again: after somebody tried to write to it (``Pace``), because it
+did not answer (``Doubt``), and because its content may have changed unnoticed (``due``). Pure.
+
+A device that did not answer once is slow; one that did not answer twice is in trouble. A storm of
+slow requests makes probes fail on healthy volumes. So a failed read counts only after a second one
+some seconds later, and until then the device is looked at soon again.
 
 Each attempt that is denied asks for a look: the device may have changed. A process that tries again
 and again must not have the device read each time: 8 MB where nothing is recognised. So after the
@@ -10,13 +14,16 @@ at sooner: it may answer again.
 """
 
 import math
+import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import kit.pause
-from volumes.guard import doubt
-from volumes.probe.examine import Kind
+from volumes.probe.examine import Kind, Verdict
 
+SILENT = frozenset({Kind.TIMEOUT, Kind.UNREADABLE, Kind.NO_MEDIA})
+DOUBT_SECONDS = 6.0  # until the second look at one; doubled with each further one
+LONGEST_DOUBT_SECONDS = 600.0
 FIRST_SECONDS = 0.3
 AGAIN_SECONDS = 5.0
 LONGEST_SECONDS = 60.0
@@ -47,9 +54,37 @@ class Pace:
 
     def _pause(self) -> float:
         verdict = self.outcome[0] if self.outcome is not None else None
-        if self.same < 2 or verdict is None or verdict in doubt.SILENT:
+        if self.same < 2 or verdict is None or verdict in SILENT:
             return kit.pause.grown(self.same, FIRST_SECONDS, AGAIN_SECONDS)
         return kit.pause.grown(self.same - 1, AGAIN_SECONDS, LONGEST_SECONDS)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Looks in a row that read nothing. ``last``: CLOCK_MONOTONIC of the last one that counts."""
+
+    looks: int = 0
+    last: float = 0.0
+
+    @property
+    def agreed(self) -> bool:
+        return self.looks > 1
+
+    @property
+    def wait(self) -> float | None:
+        """Seconds until the next look; spread, because a cluster's trouble hits every device."""
+        if not self.looks:
+            return None
+        wait = kit.pause.grown(self.looks, DOUBT_SECONDS, LONGEST_DOUBT_SECONDS)
+        return wait * random.uniform(1.0, 1.5)
+
+    def after(self, seen: Verdict, now: float) -> "Doubt":
+        """A look sooner than ``DOUBT_SECONDS`` after the last one is the same look."""
+        if seen.verdict not in SILENT:
+            return Doubt()
+        if self.looks and now - self.last < DOUBT_SECONDS:
+            return self
+        return Doubt(self.looks + 1, now)
 
 
 def due(

@@ -4,13 +4,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kit.findings import Finding, Severity
 from linux import blockdev
-from volumes import settings
-from volumes.guard import canary, controller, kernel, override, steps
+from volumes.guard import controller, kernel, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer
 from volumes.ledger.witness import Witness
@@ -19,86 +17,80 @@ from volumes.probe.examine import Kind, Verdict
 
 def findings(guard: controller.Controller, now: float) -> list[Finding]:
     """Everything that is wrong now. ``now``: Unix seconds."""
-    found = guard.denials.findings(now)
-    hanging = guard.manager.prober.hanging
+    found = guard.manager.denials.findings(now)
+    hanging = guard.manager.checks.prober.hanging
     for known in guard.manager.known.values():
         found += _of_device(known, known.device.path in hanging)
     return [*found, *_of_guard(guard)]
 
 
 def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
-    def finding(id: str, rule: str, severity: Severity, message: str, advice: str) -> Finding:
+    def finding(
+        rule: str, message: str, advice: str, of: str = "", severity: Severity = Severity.WARNING
+    ) -> Finding:
+        id = f"{rule}:{of}" if of else rule
         return Finding(id, rule, severity, "format guard", message, advice)
 
-    for problem in guard.problems():
+    force = guard.in_force
+    for problem in force.problems():
         yield finding(
-            f"guard-not-in-force:{problem[:40]}",
             "guard-not-in-force",
-            Severity.CRITICAL,
             problem,
             "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
+            of=problem[:40],
+            severity=Severity.CRITICAL,
         )
-    if guard.proof.startswith("unknown") and guard.proof_tried:
+    if force.proof.startswith("unknown") and force.proof_tried:
         yield finding(
             "guard-unproven",
-            "guard-unproven",
-            Severity.WARNING,
-            f"whether the guard is in force could not be tried: {guard.proof}",
+            f"whether the guard is in force could not be tried: {force.proof}",
             "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
         )
-    if guard.came_late:
+    if force.came_late:
         yield finding(
             "guard-attached-late",
-            "guard-attached-late",
-            Severity.WARNING,
-            f"nothing guarded this node when the agent started, and {guard.came_late} devices were "
-            "attached",
+            f"nothing guarded this node when the agent started, and {force.came_late} devices "
+            "were attached",
             "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
         )
-    attached = guard.present if guard.present is not None and guard.present.attached else None
+    present, kernels = force.present, force.guard
+    attached = present if present is not None and present.attached else None
     if attached is not None and not attached.pinned:
         yield finding(
             "guard-not-pinned",
-            "guard-not-pinned",
-            Severity.WARNING,
             "the guard has no names in a bpf file system"
-            + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
+            + (f" ({kernels.no_watch})" if kernels is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
         )
-    elif attached is not None and guard.guard is not None and guard.guard.no_watch:
+    elif attached is not None and kernels is not None and kernels.no_watch:
         yield finding(
             "leases-outlive-disks",
-            "leases-outlive-disks",
-            Severity.WARNING,
             "the kernel does not end the lease of a number that a new disk gets "
-            f"({guard.guard.no_watch})",
+            f"({kernels.no_watch})",
             "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
             "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
         )
-    if (change := guard.memory.override) is not None:
+    if (change := force.memory.override) is not None:
         yield finding(
             "guard-overridden",
-            "guard-overridden",
-            Severity.WARNING,
             f"{change.by} set mode {change.mode} over the settings' "
-            f"{guard.memory.settings_mode(guard.settings)}: {change.reason}",
+            f"{force.memory.settings_mode(force.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
-    if guard.manager.witness is not None:
-        yield from _of_witness(guard.manager.witness)
-    damaged = sorted(guard.ledger.unreadable.items())[:20]
-    newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
+    yield from _of_witness(guard.executor.witness)
+    ledger, mirror = guard.executor.ledger, guard.executor.mirror
+    damaged = sorted(ledger.unreadable.items())[:20]
+    newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
-    said = (guard.memory.error, guard.memory.lost, guard.memory.unwritten)
+    said = (force.memory.error, force.memory.lost, force.memory.unwritten)
     for text in (*said, *files, *newer):
         if text:
             yield finding(
-                f"guard-state-damaged:{text[:60]}",
                 "guard-state-damaged",
-                Severity.WARNING,
                 text,
                 "The volume concerned gets no automatic lease until the file is restored from the "
                 "image's metadata or removed; of a newer agent's file, until that version runs",
+                of=text[:60],
             )
 
 
@@ -197,55 +189,35 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
     }
 
 
-async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
-    """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
-    recalled = await override.recall(wanted, state_dir)
-    guard = override.handle(override.in_force(wanted, recalled.last))
-    try:
-        present = guard.read()
-    finally:
-        guard.close()
-    found, from_file = recalled.override, override.settings_mode(wanted, recalled.last)
-    return describe_kernel(present) | {
-        "proof": await canary.prove(guard.cgroup, present.whole_node, state_dir),
-        "wanted_mode": str(found.mode if found else from_file),
-        "settings_mode": str(from_file),
-        "override": None if found is None else found.as_json(),
-        "operator_log": list(recalled.noted),
-        "damaged": [text for text in (recalled.error, recalled.lost) if text],
-        "agent": "not running",
-    }
-
-
 def describe(guard: controller.Controller) -> dict[str, Any]:
     """The guard's status as JSON."""
-    now = time.monotonic()
-    present, found = guard.present, guard.memory.override
+    now, force = time.monotonic(), guard.in_force
+    present, found = force.present, force.memory.override
     program = present.programs[0] if present and present.programs else None
     return {
         "attached": False,
         "mode": "off",
         **(describe_kernel(present) if present is not None else {}),
-        "proof": guard.proof,
-        "wanted_mode": str(guard.wanted_mode()),
-        "settings_mode": str(guard.memory.settings_mode(guard.settings)),
+        "proof": force.proof,
+        "wanted_mode": str(force.wanted_mode()),
+        "settings_mode": str(force.memory.settings_mode(force.settings)),
         "override": None if found is None else found.as_json(),
-        "damaged": [text for text in (guard.memory.error, guard.memory.lost) if text],
+        "damaged": [text for text in (force.memory.error, force.memory.lost) if text],
         "agent": "running",
-        "unsupported": guard.unsupported,
-        "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,
-        "why_not": guard.guard.no_watch if guard.guard is not None else "",
+        "unsupported": force.unsupported,
+        "leases_end_with_disk": force.guard is not None and force.guard.ends_with_disk,
+        "why_not": force.guard.no_watch if force.guard is not None else "",
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
-        "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
+        "drivers_not_loaded": sorted(set(force.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
-        "kubernetes": guard.manager.witness.status() if guard.manager.witness else None,
+        "kubernetes": guard.executor.witness.status(),
         "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
-        "denials": [dataclasses.asdict(each) for each in guard.denials.last],
-        "denied_then_leased": guard.denials.delayed,
-        "probes_hanging": sorted(guard.manager.prober.hanging),
+        "denials": [dataclasses.asdict(each) for each in guard.manager.denials.last],
+        "denied_then_leased": guard.manager.denials.delayed,
+        "probes_hanging": sorted(guard.manager.checks.prober.hanging),
         "held": guard.manager.holds.names,
-        "in_force": not guard.problems(),
-        "reasons": guard.problems(),
+        "in_force": not force.problems(),
+        "reasons": force.problems(),
     }
 
 

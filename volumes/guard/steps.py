@@ -13,11 +13,9 @@ import structlog
 import kit.errors
 import kit.threads
 from linux import blockdev
-from volumes import settings
 from volumes.guard import kernel, lease
-from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
-from volumes.guard.pace import Pace
+from volumes.guard.pace import SILENT, Doubt, Pace
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
 from volumes.ledger.statement import Statement
@@ -55,6 +53,14 @@ class Known:
     order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of checks and an operator's word
 
 
+def missing(known: Known, entry: store.Entry | None) -> str:
+    """The content that the ledger knows and that certainly cannot be seen."""
+    seen = known.seen
+    if entry is None or entry.permitted or seen is None or seen.has_content:
+        return ""
+    return entry.content if seen.verdict not in SILENT or known.doubt.agreed else ""
+
+
 @dataclass
 class Turn:
     """Steps are carried out on this: a device, its ledger entry, and who asked for it."""
@@ -63,7 +69,7 @@ class Turn:
     entry: store.Entry | None  # None: nothing to write
     seen: Verdict | None = None
     by: str = ""
-    seconds: float | None = None  # of the lease; None: as the settings say
+    seconds: float = 0.0  # of the lease, for GRANT
     alone: bool = False  # the lease holds to its end without an agent, too
 
 
@@ -72,23 +78,23 @@ class Executor:
 
     def __init__(
         self,
-        wanted: settings.GuardSettings,
         leases: kernel.Kernel | None,
         ledger: store.LedgerStore,
         mirror: Mirror,
-        node: str,
-        witness: Witness | None = None,
+        witness: Witness,
     ) -> None:
-        self.settings = wanted
         self.leases = leases
         self.ledger = ledger
         self.mirror = mirror
-        self.node = node
         self.witness = witness
         self.granted = 0
         self.mirror_failures = 0
         self._writing = asyncio.Lock()
         self._beating: asyncio.TimerHandle | None = None
+
+    @property
+    def node(self) -> str:
+        return self.witness.here.name
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
         """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
@@ -111,35 +117,34 @@ class Executor:
             match step:
                 case Step.RECORD_PERMISSION:
                     if device.volume:  # only an operator permits without a volume's name
-                        turn.entry = self._entry(device).permit(turn.by, time.time())
-                        await self._save(turn.entry)
+                        turn.entry = self.entry(device).permit(turn.by, time.time())
+                        await self.save(turn.entry)
                 case Step.MIRROR:
                     if entry is not None and device.volume:
-                        await self._mirror(known, entry)
+                        await self.mirror_entry(known, entry)
                 case Step.CONFIRM:
                     again = blockdev.identify(device.name)
                     if again is None or again.attachment != device.attachment:
-                        self._revoke(device.number)
+                        self.revoke(device.number)
                         raise kit.errors.RefusedError(
                             device.name, "another device was attached to it", "try it again"
                         )
                 case Step.RESERVE:
-                    self._holder().reserve(device.number, device.diskseq)
+                    self.attached().reserve(device.number, device.diskseq)
                 case Step.GRANT:
-                    seconds = self.settings.lease if turn.seconds is None else turn.seconds
-                    until = time.monotonic() + seconds
-                    grace = 0.0 if turn.alone else self._grace(device)
-                    self._holder().grant(device.number, until, device.diskseq, grace)
-                    self._beat()
+                    until = time.monotonic() + turn.seconds
+                    grace = 0.0 if turn.alone else self.grace(device)
+                    self.attached().grant(device.number, until, device.diskseq, grace)
+                    self.beat()
                     self.granted += 1
                 case Step.SHORTEN:
                     until = time.monotonic() + lease.LINGER_SECONDS
-                    until = min(self._until(device) or 0.0, until)
+                    until = min(self.until(device) or 0.0, until)
                     if self.leases is not None:
-                        grace = self._grace(device)
+                        grace = self.grace(device)
                         self.leases.grant(device.number, until, device.diskseq, grace)
                 case Step.REVOKE:
-                    self._revoke(device.number)
+                    self.revoke(device.number)
                 case Step.RECORD_CONTENT:
                     await self._record(turn)
                 case Step.CLOSE_PERMISSION:
@@ -151,7 +156,7 @@ class Executor:
         """The entry without its last permission, in the ledger. None, and nothing is written, when
         the ledger says something else by now: another device may show the same volume."""
         async with self._writing:
-            if written is None or self._entry(device) != written:
+            if written is None or self.entry(device) != written:
                 return None
             closed = written.unused()
             await self._put(closed)
@@ -175,24 +180,23 @@ class Executor:
             title=known.device.title,
         )
         if self.ledger.needs(new):
-            await self._save(new)
+            await self.save(new)
         turn.entry = new
 
-    async def _save(self, new: store.Entry) -> None:
+    async def save(self, new: store.Entry) -> None:
         """Durable here when it returns. OSError or TimeoutError otherwise."""
         async with self._writing:
             await self._put(new)
 
     async def _put(self, new: store.Entry) -> None:
-        """As ``_save``, for who holds ``_writing``."""
+        """As ``save``, for who holds ``_writing``."""
         async with asyncio.timeout(SAVE_SECONDS):
             await kit.threads.STATE.call(self.ledger.put, new)
 
-    async def _mirror(self, known: Known, new: store.Entry) -> None:
+    async def mirror_entry(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content
         also onto its PersistentVolume, in a while."""
-        if self.witness is not None:
-            self.witness.saw(known.device, new)
+        self.witness.saw(known.device, new)
         image = known.device.lowest.image
         state = (new.type, new.uuid, new.label, new.permitted)
         if image is None or image.snapshot or known.mirrored == state:
@@ -204,23 +208,23 @@ class Executor:
             self.mirror_failures += 1
             log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
 
-    def _entry(self, device: blockdev.BlockDevice) -> store.Entry:
+    def entry(self, device: blockdev.BlockDevice) -> store.Entry:
         found = self.ledger.get(device.volume)
         return found or store.Entry(volume=device.volume, title=device.title)
 
-    def _holder(self) -> kernel.Kernel:
+    def attached(self) -> kernel.Kernel:
         if self.leases is None:
             raise kit.errors.RefusedError(
                 "a lease", "the guard is not attached", "see: nodeagent volume guard status"
             )
         return self.leases
 
-    def _grace(self, device: blockdev.BlockDevice) -> float:
+    def grace(self, device: blockdev.BlockDevice) -> float:
         # The kernel ends the lease of a new disk's own number. A partition has another one.
-        ends = self._holder().ends_with_disk and not device.parent
+        ends = self.attached().ends_with_disk and not device.parent
         return lease.grace_seconds(device.driver, ends)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Say that an agent is alive, as long as a lease needs one."""
         if self._beating is not None:
             self._beating.cancel()
@@ -232,15 +236,19 @@ class Executor:
         except OSError as error:
             log.warning("leases end early: no sign of life", error=str(error))
         loop = asyncio.get_running_loop()
-        self._beating = loop.call_later(lease.BEAT_SECONDS, self._beat)
+        self._beating = loop.call_later(lease.BEAT_SECONDS, self.beat)
 
-    def _revoke(self, number: blockdev.Number) -> kernel.KernelLease | None:
+    def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def revoke(self, number: blockdev.Number) -> kernel.KernelLease | None:
         return self.leases.revoke(number) if self.leases is not None else None
 
-    def _held(self, device: blockdev.BlockDevice) -> kernel.KernelLease | None:
+    def held(self, device: blockdev.BlockDevice) -> kernel.KernelLease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
 
-    def _until(self, device: blockdev.BlockDevice) -> float | None:
+    def until(self, device: blockdev.BlockDevice) -> float | None:
         """Until when the kernel lets it be formatted; None when it does not now."""
-        held = self._held(device)
+        held = self.held(device)
         return held.until if held and held.until > time.monotonic() else None

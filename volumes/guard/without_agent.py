@@ -1,6 +1,13 @@
-"""What a command finds out about one device without an agent: a look, the ledger, the cluster."""
+"""What a command does without an agent: shows the guard, attaches it (at boot, and in the pod's
+init container), and finds out about one device by a look, the ledger and the cluster.
+
+The guard only becomes weaker because somebody said so by name. So settings that cannot be used
+leave the kernel as it is, and so do settings without the section; ``volumes: null`` takes the guard
+off. After a boot, when nothing is attached, the settings that were last in force count instead.
+"""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -8,15 +15,92 @@ from typing import Any
 
 import kit.errors
 from ceph.protocol import Extents
+from kit.room import RoomSection
 from linux import blockdev
 from volumes import settings
-from volumes.guard import doubt, kernel, lease_manager, override, status, steps
+from volumes.guard import canary, kernel, override, pace, status, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
-from volumes.probe import prober, signature_offsets
-from volumes.probe.examine import Kind, Verdict
+from volumes.probe import prober
+from volumes.probe.examine import Kind, Verdict, marks
 
+_NO_SECTION = (
+    "the settings have no section 'volumes': the guard stays as it was last wanted "
+    "('volumes: null' takes it off)"
+)
 _NOBODY = "no agent answers, and only an agent permits a format"
+
+
+async def kernel_status(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+    """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
+    recalled = await override.recall(wanted, state_dir)
+    present = override.present(override.in_force(wanted, recalled.last))
+    found, from_file = recalled.override, override.settings_mode(wanted, recalled.last)
+    return status.describe_kernel(present) | {
+        "proof": await canary.prove(Path(present.cgroup), present.whole_node, state_dir),
+        "wanted_mode": str(found.mode if found else from_file),
+        "settings_mode": str(from_file),
+        "override": None if found is None else found.as_json(),
+        "operator_log": list(recalled.noted),
+        "damaged": [text for text in (recalled.error, recalled.lost) if text],
+        "agent": "not running",
+    }
+
+
+# --- attach
+
+
+async def attach(section: RoomSection) -> dict[str, Any]:
+    """The guard's status afterwards. SettingsError when nothing says what is to be attached and
+    when something is attached already; HostError when the kernel does not take the guard."""
+    given: settings.GuardSettings | None = section.settings.guard if section.settings else None
+    recalled = await override.recall(given or settings.GuardSettings(), section.state_dir)
+    if given is not None:
+        given = override.in_force(given, recalled.last)
+    known = given or recalled.last
+    if section.off:
+        return await _take_off(known or settings.GuardSettings(), section)
+    if given is None and (known is None or override.present(known).attached):
+        if section.error is not None:
+            raise section.error
+        return await _status(known or settings.GuardSettings(), section, _NO_SECTION)
+    assert known is not None
+    mode = override.settings_mode(known, recalled.last)
+    if recalled.override is not None:
+        mode = recalled.override.mode
+    elif recalled.error or recalled.lost:
+        mode = override.stronger(mode, recalled.least, override.present(known).mode)
+    await asyncio.to_thread(_apply, known, mode, bool(recalled.lost))
+    if given is None:
+        return await _status(known, section, "" if section.error else _NO_SECTION)
+    problem = recalled.error or recalled.lost
+    if not problem:
+        by_settings = override.settings_mode(given, recalled.last)
+        problem = await override.remember(given, by_settings, recalled, section.state_dir)
+    return await _status(known, section, problem)
+
+
+async def _status(
+    wanted: settings.GuardSettings, section: RoomSection, *warnings: str
+) -> dict[str, Any]:
+    now = await kernel_status(wanted, section.state_dir)
+    return now | {"warnings": [each for each in warnings if each]}
+
+
+async def _take_off(wanted: settings.GuardSettings, section: RoomSection) -> dict[str, Any]:
+    await asyncio.to_thread(_apply, wanted, kernel.Mode.OFF)
+    problem = await override.forget_settings(section.state_dir)
+    return await _status(wanted, section, problem)
+
+
+def _apply(wanted: settings.GuardSettings, mode: kernel.Mode, lost: bool = False) -> None:
+    """In a thread: milliseconds. ``lost``: what was last in force is not known."""
+    with contextlib.closing(override.handle(wanted)) as guard:
+        new = kernel.wanted(wanted, mode, blockdev.majors())
+        guard.apply(kernel.at_least(new, guard.read()) if lost else new)
+
+
+# --- one device
 
 
 async def explained(
@@ -33,26 +117,19 @@ async def explained(
     assert known.seen is not None
     known.cluster = await _asked(device, known.seen, section)
     _compare(known, entry)
+    watched = not device.parent and section.guard.examines(device)
     return {
         "device": status.describe_device(known, time.monotonic())
-        | {"watched": _is_watched(device, section.guard), "partition_of": device.parent},
+        | {"watched": watched, "partition_of": device.parent},
         "ledger": None if entry is None else dataclasses.asdict(entry),
         "denials": [], "mode": mode, "repair": None, "agent": False,
     }  # fmt: skip
 
 
-def _is_watched(device: blockdev.BlockDevice, wanted: settings.GuardSettings) -> bool:
-    return not device.parent and wanted.examines(device.lowest.driver, device.lowest.name)
-
-
 def _kernel(wanted: settings.GuardSettings, device: blockdev.BlockDevice) -> tuple[str, bool]:
     """The guard's mode in the kernel, and whether the device has a lease there."""
     try:
-        guard = override.handle(wanted)
-        try:
-            present = guard.read()
-        finally:
-            guard.close()
+        present = override.present(wanted)
     except (kit.errors.AgentError, OSError) as error:
         return f"not known: {error}", False
     held = present.leases.get(device.number)
@@ -71,7 +148,7 @@ async def _looked(device: blockdev.BlockDevice, wanted: settings.GuardSettings) 
             known.doubt = known.doubt.after(known.seen, known.checked)
             if not known.doubt.looks or known.doubt.agreed:
                 return known
-            await asyncio.sleep(doubt.AGAIN_SECONDS)
+            await asyncio.sleep(pace.DOUBT_SECONDS)
     finally:
         await probing.close()
 
@@ -85,7 +162,7 @@ async def _asked(
         return None
     extents = None
     if seen.verdict is Kind.BLANK_VERIFIED:
-        places = [(seen.start + at, length) for at, length in signature_offsets.marks(device.size)]
+        places = [(seen.start + at, length) for at, length in marks(device.size)]
         extents = Extents(seen.start, tuple(places))
     mirror = Mirror(section.clusters, section.guard.cluster_timeout)
     try:
@@ -102,7 +179,7 @@ def _compare(known: steps.Known, entry: store.Entry | None) -> None:
     if there is not None and (there.volume == device.volume or not seen.has_content):
         here = entry or store.Entry(volume=device.volume, title=device.title)
         entry = store.merge(here, there)
-    known.missing = lease_manager.missing(known, entry)
+    known.missing = steps.missing(known, entry)
     if entry is None or not entry.type or entry.permitted or not seen.has_content:
         return
     if (entry.type, entry.uuid) != (seen.type, seen.uuid):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kube.volumes import PersistentVolume
+from kube.objects import PersistentVolume
 from volumes.ledger.store import Entry, Knowledge
 
 HOLDS_DATA = "nodeagent.io/holds-data"

@@ -23,17 +23,16 @@ from typing import Any, TypeVar
 import cachetools
 import structlog
 
-import kit.bucket
 import kit.errors
 import kit.pause
-from kube import client, nodes, volumes
+from kube import client, objects
 from kube.client import KubeError
 from kube.settings import ThisNode
 from linux import blockdev
 from volumes.ledger import statement
-from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import NO_CLUSTER, Statement
 from volumes.ledger.store import Entry, Knowledge
+from volumes.settings import WitnessSettings
 
 log = structlog.get_logger("volumes")
 
@@ -58,9 +57,9 @@ AnswerT = TypeVar("AnswerT")
 Find = Callable[[blockdev.BlockDevice], Awaitable[VolumeClaim | None]]  # OSError or AgentError
 
 
-def _budget(per_minute: int) -> kit.bucket.Bucket:
+def _budget(per_minute: int) -> kit.pause.Bucket:
     """Requests of this minute; some of them are kept for decisions about leases."""
-    return kit.bucket.Bucket(per_minute / 60, per_minute)
+    return kit.pause.Bucket(per_minute / 60, per_minute)
 
 
 class TooOftenError(Exception):
@@ -94,7 +93,7 @@ class Witness:
         self._marks: collections.OrderedDict[str, _Mark] = collections.OrderedDict()
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
-        self._volumes: volumes.PersistentVolumes | None = None
+        self._volumes: objects.PersistentVolumes | None = None
         self._budget = _budget(wanted.per_minute)
         self._trouble = "", 0.0  # why the last question had no answer, and when
         self.mark_trouble = ""  # why the last mark could not be written
@@ -158,7 +157,7 @@ class Witness:
 
     async def _persistent_volume(
         self, device: blockdev.BlockDevice, keep: float
-    ) -> volumes.PersistentVolume | None:
+    ) -> objects.PersistentVolume | None:
         """None: no record, and no VolumeAttachment, names one. AgentError, OSError."""
         claim = await self._claim(device)
         if claim is None:
@@ -219,10 +218,10 @@ class Witness:
             raise
         return answer
 
-    def _cluster(self) -> volumes.PersistentVolumes:
+    def _cluster(self) -> objects.PersistentVolumes:
         if self._volumes is None:
             server = client.ApiServer(self.here.cluster)
-            self._volumes = volumes.PersistentVolumes(server, self.settings.timeout)
+            self._volumes = objects.PersistentVolumes(server, self.settings.timeout)
         return self._volumes
 
     async def attached_here(self, device: blockdev.BlockDevice) -> str:
@@ -242,7 +241,9 @@ class Witness:
         if not self.is_configured:
             raise KubeError(f"Node {self.here.name}", "no cluster is configured")
         cluster = self._cluster()
-        await nodes.taint(cluster.server, self.here.name, wanted=wanted, deadline=cluster.deadline)
+        await objects.taint(
+            cluster.server, self.here.name, wanted=wanted, deadline=cluster.deadline
+        )
 
     # --- marking
 

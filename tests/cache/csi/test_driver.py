@@ -14,7 +14,7 @@ import grpc
 import pytest
 import xxhash
 
-import kit.sockets
+import kit.files
 from cache.csi import csi_pb2 as pb
 from linux import mountinfo
 from tests.testbed import agent, csi, kubernetes, pod, trees, waiting
@@ -306,7 +306,7 @@ def controller_of(kubelet: csi.Kubelet) -> Iterator[Path]:
 
     def passed_on(method: str) -> Any:
         def ask(request: bytes, _: object) -> bytes:
-            with grpc.insecure_channel(kit.sockets.grpc_address(kubelet.csi)) as channel:
+            with grpc.insecure_channel(kit.files.grpc_address(kubelet.csi)) as channel:
                 stub: Any = channel.unary_unary(f"/csi.v1.Identity/{method}")
                 answer: bytes = stub(request, timeout=waiting.limit(10))
                 return answer
@@ -328,7 +328,7 @@ def controller_of(kubelet: csi.Kubelet) -> Iterator[Path]:
         )
     )
     socket = kubelet.root / "controller.sock"
-    server.add_insecure_port(kit.sockets.grpc_address(socket))
+    server.add_insecure_port(kit.files.grpc_address(socket))
     server.start()
     try:
         yield socket

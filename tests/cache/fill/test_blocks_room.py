@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cache.fill import blocks, protocol, space
-from cache.fill.floor import Least
+from cache.fill import agent, blocks, protocol, space
+from cache.fill.protocol import Least
 from cache.store import filesystem, image_copy, ranges
 from ceph import image
 from ceph.protocol import ImageAccess, SnapshotFacts
@@ -25,16 +25,6 @@ COUNT = 12
 DISK = 100 * CHUNK
 FACTS = SnapshotFacts("f", 1, "i", 4, COUNT * CHUNK)
 DATA = random.Random(5).randbytes(CHUNK)
-
-
-class Channel:
-    """Nobody asks for anything."""
-
-    def say(self, report: protocol.Report) -> None:
-        pass
-
-    def commands(self) -> list[protocol.Command]:
-        return []
 
 
 class Snapshot:
@@ -73,7 +63,8 @@ def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return os.statvfs_result(fields)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    monkeypatch.setattr(protocol, "AgentChannel", Channel)
+    monkeypatch.setattr(agent.AgentChannel, "commands", lambda _: [])
+    monkeypatch.setattr(agent, "say", lambda _: None)
     monkeypatch.setattr(blocks, "BATCH_CHUNKS", 2)
     return taken
 
@@ -127,12 +118,12 @@ def test_fill_ends_when_a_threshold_rises_meanwhile(
     higher = dataclasses.replace(passes.LIMITS, least=Least(share=0.93))
     said: list[protocol.Command] = []
 
-    def commands(_: Channel) -> list[protocol.Command]:
+    def commands(_: agent.AgentChannel) -> list[protocol.Command]:
         now = said[:]
         said.clear()
         return now
 
-    monkeypatch.setattr(Channel, "commands", commands)
+    monkeypatch.setattr(agent.AgentChannel, "commands", commands)
 
     def arrived(number: int) -> None:
         if number == 4:
@@ -193,11 +184,9 @@ def test_agent_hears_of_the_end_before_the_client_of_the_cluster_ends(
 ) -> None:
     order: list[str] = []
 
-    class Listening(Channel):
-        @staticmethod
-        def say(report: protocol.Report) -> None:
-            if report.end is not None:
-                order.append(report.end.result)
+    def say(report: protocol.Report) -> None:
+        if report.end is not None:
+            order.append(report.end.result)
 
     @contextlib.contextmanager
     def opened(_: ImageAccess) -> Iterator[Snapshot]:
@@ -208,8 +197,8 @@ def test_agent_hears_of_the_end_before_the_client_of_the_cluster_ends(
     given = protocol.BlockTask(
         generation=str(tmp_path / "g"), access=access, limits=passes.LIMITS, partly=False
     )
-    monkeypatch.setattr(protocol, "AgentChannel", Listening)
-    monkeypatch.setattr(protocol, "first_task", lambda _: given)
+    monkeypatch.setattr(agent, "say", say)
+    monkeypatch.setattr(agent, "first_task", lambda _: given)
     monkeypatch.setattr(image, "opened", opened)
     monkeypatch.setattr(filesystem, "is_clean", lambda *_: True)
     blocks.fill()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.fill import closing, coordinator, evict, protocol, worker
+from cache.fill import closing, evict, opened, protocol
 from cache.store import generations, index, tree
 from cache.views import view
 from linux import mounts
@@ -250,7 +250,7 @@ def test_killed_at_each_mark_the_view_shows_the_source(
             patched.setattr(os, call.__name__, killed)
             patched.setattr(evict.Evict, "_obey", lambda _: None)  # no agent speaks to it
             if what == "closing":
-                run = coordinator.Coordinator(task, worker.serve)
+                run = opened.OpenGeneration(task)
                 with contextlib.suppress(Killed):
                     ended = closing.Closing(run).step()
                 run.index.close()

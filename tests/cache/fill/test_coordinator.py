@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.fill import space, staged
+from cache.fill import coordinator, space
+from cache.fill.coordinator import Batch, Staged
 from cache.fill.space import SpaceLeft
-from cache.fill.staged import Batch, Staged
 from tests.cache import passes
 
 
@@ -71,13 +71,13 @@ def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyP
     waiting.add(Staged("a", 1, files=1))
     assert waiting.due(more_is_coming=False)
     assert not waiting.due(more_is_coming=True)
-    now[0] += staged.BATCH_SECONDS
+    now[0] += coordinator.BATCH_SECONDS
     assert waiting.due(more_is_coming=True)
     waiting.begin_commit()
-    waiting.add(Staged("b", 1, files=staged.BATCH_FILES))
+    waiting.add(Staged("b", 1, files=coordinator.BATCH_FILES))
     assert waiting.due(more_is_coming=True)
     waiting.begin_commit()
-    waiting.add(Staged("c", 1, bytes=staged.BATCH_BYTES))
+    waiting.add(Staged("c", 1, bytes=coordinator.BATCH_BYTES))
     assert waiting.due(more_is_coming=True)
     assert [staged.folder for staged in waiting.all()] == ["c", "b"]
     waiting.end_commit()

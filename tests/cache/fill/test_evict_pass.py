@@ -13,7 +13,7 @@ import pytest
 
 import kit.line_worker
 from cache.fill import evict, protocol
-from cache.store import evict_index, index, large, manifest, schema, subset, tree
+from cache.store import index, large, manifest, subset, tree
 from tests.cache import passes
 from tests.testbed import trees
 
@@ -87,14 +87,14 @@ class Evicted(passes.Generation):
 
     def positions(self) -> dict[str, int]:
         """Where each entry of the manifest and of what is left to copy stands."""
-        opened = evict_index.EvictIndex(schema.connect(self.folder / index.NAME))
+        opened = index.Index(index.connect(self.folder / index.NAME))
         found = {}
         with contextlib.closing(opened):
             key = subset.key_of("", self.folder.parent.name)
             totals = opened.totals()
             positions = subset.Positions(key, subset.Amount(totals.bytes, totals.files))
             for number in opened.known_directories(0, 10_000):
-                path, inside = opened.path(number), subset.Amount(*opened.inside(number))
+                path, inside = opened.path(number), opened.directory(number).inside
                 for part in opened.parts(number):
                     entries = [item.entry for item in part.items]
                     for entry, at in zip(entries, positions.of(path, inside, entries), strict=True):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache.fill import fill as fill_pass
-from cache.fill import pipes, protocol
-from cache.fill.coordinator import Ended
+from cache.fill import protocol
+from cache.fill.agent import Ended
 from cache.store import generations, index
 from tests.cache import passes
 from tests.testbed import damage, trees
@@ -259,7 +259,7 @@ def test_names_of_many_directories_come_in_parts(
     area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A message of all names at once would be refused: 1,200 of 100 bytes stand for a million.
-    monkeypatch.setattr(pipes, "LONGEST", 100_000)
+    monkeypatch.setattr(protocol, "LONGEST", 100_000)
     # Fewer at a time, too: on a busy machine all directories can be sealed at once.
     monkeypatch.setattr(fill_pass, "SEALS_IN_A_BATCH", 200)
     long = "n" * 96

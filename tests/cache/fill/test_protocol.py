@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.fill import pipes, protocol
+from cache.fill import protocol
 from cache.store.tree import Entry
 from tests.testbed import examples
 
@@ -48,9 +48,6 @@ jobs = st.one_of(
         entries=st.lists(entries, max_size=4),
         location=locations,
     ),
-    st.builds(
-        protocol.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
-    ),
 )
 
 
@@ -59,7 +56,7 @@ jobs = st.one_of(
 def test_stream_yields_equal_messages_for_any_cut(
     sent: list[protocol.Answer], data: st.DataObject
 ) -> None:
-    raw = b"".join(pipes.pack(message) for message in sent)
+    raw = b"".join(protocol.pack(message) for message in sent)
     stream, got = protocol.answers(), []
     while raw:
         cut = data.draw(st.integers(1, len(raw)))
@@ -74,7 +71,7 @@ def test_job_keeps_names_of_any_bytes_through_a_pipe(job: protocol.Job) -> None:
     kept = os.dup(protocol.JOBS)
     os.dup2(reading, protocol.JOBS)
     try:
-        pipes.send(writing, job)
+        protocol.send(writing, job)
         assert protocol.next_job() == job
     finally:
         os.dup2(kept, protocol.JOBS)
@@ -84,7 +81,7 @@ def test_job_keeps_names_of_any_bytes_through_a_pipe(job: protocol.Job) -> None:
 
 @given(raw_names)
 def test_lone_surrogates_are_the_same_bytes_again(raw: bytes) -> None:
-    packed = pipes.pack(protocol.Copied(left=[os.fsdecode(raw)]))
+    packed = protocol.pack(protocol.Copied(left=[os.fsdecode(raw)]))
     (got,) = protocol.answers().feed(packed)
     assert isinstance(got, protocol.Copied)
     assert [os.fsencode(name) for name in got.left] == [raw]
@@ -93,9 +90,9 @@ def test_lone_surrogates_are_the_same_bytes_again(raw: bytes) -> None:
 def test_receive_tells_the_end_of_a_stream_from_a_broken_one() -> None:
     reading, writing = os.pipe()
     try:
-        os.write(writing, pipes.pack(protocol.Done())[:-1])
+        os.write(writing, protocol.pack(protocol.Done())[:-1])
         os.close(writing)
-        assert pipes.receive(reading, protocol.Done) is None
+        assert protocol.receive(reading, protocol.Done) is None
     finally:
         os.close(reading)
     with pytest.raises(ValueError, match="broken"):
@@ -105,10 +102,10 @@ def test_receive_tells_the_end_of_a_stream_from_a_broken_one() -> None:
 def test_send_writes_a_message_larger_than_the_pipe() -> None:
     reading, writing = os.pipe()
     sent = protocol.NotDone(error="x" * 300_000)
-    thread = threading.Thread(target=pipes.send, args=(writing, sent))
+    thread = threading.Thread(target=protocol.send, args=(writing, sent))
     thread.start()
     try:
-        assert pipes.receive(reading, protocol.NotDone) == sent
+        assert protocol.receive(reading, protocol.NotDone) == sent
     finally:
         thread.join()
         os.close(reading)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.fill import control, protocol, verify_worker
+from cache.fill import control, protocol, worker
 from cache.store import generations, index
 from linux import loop, mountinfo
 from tests.cache import passes
@@ -86,13 +86,11 @@ def test_lost_directory_does_not_hide_what_is_bad_behind_it(
 def test_damaged_directory_is_a_bad_entry(
     complete: passes.Generation, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    said: list[protocol.Verified] = []
-    monkeypatch.setattr(protocol, "send", lambda _, message: said.append(message))
     setup = protocol.Setup(
         source=str(complete.source), stamp="", generation=str(complete.folder), immutable=False,
         native=None,
     )  # fmt: skip
-    worker = verify_worker.VerifyWorker(0, control.Control.create().descriptor, setup)
+    own = worker.Worker(0, control.Control.create().descriptor, setup)
     real = getattr(os, call)
 
     def fails(thing: object, *arguments: object, **more: object) -> object:
@@ -102,8 +100,8 @@ def test_damaged_directory_is_a_bad_entry(
 
     monkeypatch.setattr(os, call, fails)
     entries = FILES // 8
-    worker.verify(protocol.Verify(directory=2, path=["d3"], entries=entries, against_source=False))
-    (found,) = said
+    found = own.do(protocol.Verify(directory=2, path=["d3"], entries=entries, against_source=False))
+    assert isinstance(found, protocol.Verified)
     if call == "scandir":
         assert found.unreadable
         assert os.strerror(number) in found.fault

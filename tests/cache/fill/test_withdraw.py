@@ -90,18 +90,6 @@ def test_unfinished_verify_keeps_quarantined_files(complete: passes.Generation) 
     assert not generations.has_quarantined(str(complete.folder))
 
 
-def test_withdraw_repeats_the_job_of_a_dead_worker(complete: passes.Generation) -> None:
-    generations.write_quarantined(complete.folder, [(["d1"], "f00001"), (["d1"], "f00005")])
-    _, decides = withdraw.begin(protocol.WithdrawTask(**complete.common, part="files"))
-    given = decides.next_assignment()
-    assert given is not None
-    assert isinstance(given.job, protocol.Prune)
-    assert given.job.names == ["f00001", "f00005"]
-    assert decides.next_assignment() is None
-    decides.forget(given)
-    assert decides.next_assignment() == given
-
-
 # --- the agent
 
 

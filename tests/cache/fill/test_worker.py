@@ -37,10 +37,8 @@ def worker(area: Path) -> Worker:
 
 
 @pytest.fixture(autouse=True)
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    said: list[Any] = []
-    monkeypatch.setattr(protocol, "send", lambda _, message: said.append(message))
-    return said
+def no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "send", lambda *_: None)
 
 
 def stage(area: Path, chunk: str, *names: str) -> None:
@@ -63,7 +61,7 @@ LINKS = (("one", "key"), ("two", "key"))
 
 def test_commit_links_names_of_one_file(area: Path, worker: Worker) -> None:
     stage(area, "1", "one", "two")
-    worker.commit(commit("1", *LINKS))
+    worker.do(commit("1", *LINKS))
     one, two = (area / "generation" / "tree" / "d" / n for n in ("one", "two"))
     assert one.stat().st_ino == two.stat().st_ino
 
@@ -71,41 +69,39 @@ def test_commit_links_names_of_one_file(area: Path, worker: Worker) -> None:
 def test_commit_can_be_done_again(area: Path, worker: Worker) -> None:
     # rename(2) of one link of a file over another does nothing, and leaves the old name behind.
     stage(area, "1", "one", "two", "plain")
-    worker.commit(commit("1", *LINKS))
+    worker.do(commit("1", *LINKS))
     stage(area, "1", "one", "two", "plain")
-    worker.commit(commit("1", *LINKS))
+    worker.do(commit("1", *LINKS))
     folder = area / "generation" / "tree" / "d"
     assert sorted(os.listdir(folder)) == ["one", "plain", "two"]
     assert (folder / "one").stat().st_ino == (folder / "two").stat().st_ino
     assert os.listdir(area / "generation" / "staging") == []
 
 
-def test_seal_needs_all_entries(area: Path, worker: Worker, answers: list[Any]) -> None:
+def test_seal_needs_all_entries(area: Path, worker: Worker) -> None:
     stage(area, "1", "one")
     wrong, right = (
         Seal(directory=7, path=["d"], entries=entries, mtime_ns=10**18) for entries in (2, 1)
     )
-    worker.commit(commit("1", seals=[wrong]))
-    assert (answers[-1].sealed, answers[-1].missing) == ([], [7])
+    done: Any = worker.do(commit("1", seals=[wrong]))
+    assert (done.sealed, done.missing) == ([], [7])
     assert tree.OPAQUE not in os.listxattr(area / "generation" / "tree" / "d")
-    worker.commit(Commit(folders=[], seals=[right]))
-    assert (answers[-1].sealed, answers[-1].missing) == ([7], [])
+    done = worker.do(Commit(folders=[], seals=[right]))
+    assert (done.sealed, done.missing) == ([7], [])
     assert os.getxattr(area / "generation" / "tree" / "d", tree.OPAQUE) == b"y"
     assert (area / "generation" / "tree" / "d").stat().st_mtime_ns == 10**18
 
 
-def test_recheck_unseals_every_directory_above(
-    area: Path, worker: Worker, answers: list[Any]
-) -> None:
+def test_recheck_unseals_every_directory_above(area: Path, worker: Worker) -> None:
     folders = [area / "generation" / "tree" / path for path in ("d", "d/e", "d/e/f", "d/other")]
     for folder in folders:
         folder.mkdir(exist_ok=True)
         os.setxattr(folder, tree.OPAQUE, b"y")
     (folders[2] / "one").write_bytes(b"1")
-    worker.recheck(
+    done: Any = worker.do(
         protocol.Recheck(directories=[Listed(3, ["d", "e", "f"], 2), Listed(4, ["d", "other"], 0)])
     )
-    assert answers[-1].missing == [3]
+    assert done.missing == [3]
     marked = [tree.OPAQUE in os.listxattr(folder) for folder in folders]
     assert marked == [False, False, False, True]
 
@@ -128,9 +124,9 @@ def test_seal_syncs_unless_a_journal_keeps_order(
         return 0
 
     monkeypatch.setattr("linux.syscalls.libc.syncfs", syncfs)
-    worker.ordered = ordered
+    worker.committer.ordered = ordered
     stage(area, "1", "one")
-    worker.commit(Commit(folders=commit("1").folders[:folders], seals=[]))
+    worker.do(Commit(folders=commit("1").folders[:folders], seals=[]))
     assert len(seen) == syncs
 
 
@@ -148,20 +144,15 @@ def test_worker_refuses_another_source(area: Path, worker: Worker) -> None:
     assert raised.value.errno == errno.ESHUTDOWN
 
 
-def test_refused_listing_is_read_through_the_mount(
-    area: Path, worker: Worker, answers: list[Any]
-) -> None:
+def test_refused_listing_is_read_through_the_mount(area: Path, worker: Worker) -> None:
     (area / "source" / "file").write_bytes(b"x")
     worker.access = native.Access(str(area / "no ceph.conf"), "nobody", "cephfs", "/a/.snap/v1")
     worker.no_listing = worker.no_objects = False
     job = protocol.Scan(directory=1, path=[], mounted=[], again=False, extras=False)
-    worker.scan(job)
-    found = answers[-1]
+    found = worker.scan(job)
     assert found.files == 1
     assert "listed through the mount" in found.note
-    answers.clear()
-    worker.scan(job)
-    assert answers[-1].note == "", "said once, not tried again"
+    assert worker.scan(job).note == "", "said once, not tried again"
 
 
 def test_source_that_mounts_another_file_system_when_it_is_opened(area: Path) -> None:

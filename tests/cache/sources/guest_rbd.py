@@ -27,7 +27,7 @@ from cache.store import extents, mixed, ranges
 from cache.store import watch as store_watch
 from kit import child_main, messages
 from linux import devmapper
-from nodeagent import reporter
+from nodeagent import state
 from tests.testbed import constants, waiting
 from volumes.audit.inventory import scan
 from volumes.audit.rules import mappings as mappings_rules
@@ -242,7 +242,7 @@ class Agent(Forked):
     async def _life(self, rate: str) -> None:
         store_watch.PATIENCE_SECONDS = 60.0
         kit.child.call = call
-        cache = Cache(settings(rate), STATE, reporter.Findings())
+        cache = Cache(settings(rate), STATE, state.Findings())
         await cache.start()
         removed = False
         while True:

@@ -11,9 +11,9 @@ OF_AN_IDLE_NODE = (
     "cache.sources.roots",
     "cache.store.generations",
     "cache.store.sample",
-    "cache.store.trust",
     "cache.views.users",
     "cache.views.view",
+    "kit.formats",
 )
 OF_THE_AGENT = {"aiohttp", "asyncio", "pydantic", "structlog", "yaml"}
 

@@ -16,7 +16,7 @@ import kit.errors
 from cache import component, status
 from cache.dataset.dataset import Dataset
 from cache.fill import protocol
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings, DatasetSettings, RbdSource
 from cache.sources import base
 from cache.space import budgets, limits, victims
@@ -279,7 +279,7 @@ async def test_operator_takes_an_image_out(node: Node) -> None:
     assert shown is not None
     assert (shown["state"], shown["bytes"]) == ("evicted", dataset.freed)
     assert dataset.freed > 0
-    assert (dataset.generation.held, dataset.state()) == ("evicted", "evicted")
+    assert (dataset.generation.paused, dataset.state()) == ("evicted", "evicted")
 
 
 async def test_inodes_of_an_image_are_those_of_two_files(node: Node) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.fill import protocol, space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings, DatasetSettings, DirSource, at_snapshot
 from cache.space import budgets, evictions, limits
 from cache.store import subset

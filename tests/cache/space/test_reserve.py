@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kit.child
 from cache.fill import space
-from cache.fill.floor import Least
+from cache.fill.protocol import Least
 from cache.settings import CacheSettings
 from cache.space import reserve
 from cache.store import disk as store_disk
@@ -25,7 +25,8 @@ GIB = 2**30
 
 
 def thresholds(hard: dict[str, str], soft: dict[str, str] | None = None) -> kubelet.Thresholds:
-    return kubelet.of({"evictionHard": hard, "evictionSoft": soft or {}}, "a test")
+    given = {"evictionHard": hard, "evictionSoft": soft or {}}
+    return kubelet.of(kubelet.defaulted(given), "a test")
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ class Node(RuleBasedStateMachine):
             assert other != name
             assert other not in asked
             assert not given.keep, "what is kept gives to nobody"
-            assert not given.held, "a job reads it"
+            assert not given.in_use, "a job reads it"
             assert given.priority <= wanted.priority
-            if given.priority == wanted.priority and not wanted.held:
+            if given.priority == wanted.priority and not wanted.in_use:
                 assert given.used < wanted.used, "one that was used later gives to an earlier one"
             asked.append(other)
             self._comes_first(given, asked)
@@ -70,10 +70,10 @@ class Node(RuleBasedStateMachine):
         self.now += 1.0
         self._change(name, used=self.now)
 
-    @rule(name=st.sampled_from(NAMES), held=st.booleans())
-    def hold(self, name: str, held: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), in_use=st.booleans())
+    def hold(self, name: str, in_use: bool) -> None:
         self.now += 1.0
-        self._change(name, held=held, used=self.now)
+        self._change(name, in_use=in_use, used=self.now)
 
     @rule(name=st.sampled_from(NAMES), keep=st.booleans())
     def keep(self, name: str, keep: bool) -> None:
@@ -122,8 +122,8 @@ class Node(RuleBasedStateMachine):
         for other in self.shares.values():
             if other.name in asked or other.keep:
                 continue
-            assert share.held <= other.held, "a job reads it, and nobody reads the other"
-            if share.held == other.held:
+            assert share.in_use <= other.in_use, "a job reads it, and nobody reads the other"
+            if share.in_use == other.in_use:
                 assert share.priority <= other.priority
                 if share.priority == other.priority:
                     assert share.used <= other.used, "one that was used later gives first"
@@ -173,7 +173,7 @@ def test_what_cannot_give_is_not_asked() -> None:
 def test_disk_that_others_fill_takes_as_a_budget_does() -> None:
     """Within all budgets: what is kept stays, what a job holds goes last."""
     shares = [
-        Share("a", 10, 1, held=True), Share("b", 10, 1, used=9.0), Share("c", 10, 1, keep=True),
+        Share("a", 10, 1, in_use=True), Share("b", 10, 1, used=9.0), Share("c", 10, 1, keep=True),
     ]  # fmt: skip
     assert next_one(shares, StoreBudget(100), ()) is None
     short = StoreBudget(100, short=True)
@@ -190,7 +190,7 @@ def test_equal_ones_take_nothing_from_each_other() -> None:
 
 
 def test_one_that_a_job_holds_takes_from_one_that_was_used_a_moment_ago() -> None:
-    shares = [Share("a", 60, 1, used=5.0, held=True), Share("b", 40, 1, used=9.0)]
+    shares = [Share("a", 60, 1, used=5.0, in_use=True), Share("b", 40, 1, used=9.0)]
     assert giver(shares, "a", ()) == "b"
     assert giver(shares, "b", ()) is None
     important = dataclasses.replace(shares[1], priority=1)

@@ -76,7 +76,7 @@ def kept(made: passes.Generation) -> dict[str, manifest.Item]:
     known = index.Index.read_only(made.folder / index.NAME)
     found = {
         "/".join([*known.path(number), item.entry.name]): item
-        for number in known.listed_directories(0, 10_000)
+        for number in known.known_directories(0, 10_000, listed=True)
         for item in known.kept(number)
     }
     known.close()

@@ -161,7 +161,7 @@ ACCESS = {
 
 def mount_snapshot(folder: Path, facts: SnapshotFacts) -> None:
     asked = dataclasses.asdict(facts)
-    assert rbd.mount_snapshot(str(folder), ["h"], "v2", "admin", "k", ACCESS, asked, "it") == ""
+    assert rbd.mount_snapshot(str(folder), [["v2", "h", 1]], "k", ACCESS, asked, "it") == ""
 
 
 def test_mapping_that_jobs_still_read_is_unmapped_when_they_have_gone(

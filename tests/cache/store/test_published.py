@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kit.errors
-from cache.fill import coordinator, fetch, fill, listings, protocol, worker, worker_pool
+from cache.fill import agent, coordinator, fetch, fill, protocol, worker, worker_pool
 from cache.store import index, manifest, published, tree
 from cache.store.tree import Entry
 from tests.cache import passes
@@ -229,11 +229,11 @@ class Shared:
         self.file.unlink(missing_ok=True)
         self.file.write_bytes(rebuilt(told))
 
-    def job(self, **marks: str) -> listings.Fetch:
-        where = listings.Manifest(str(self.file.parent), [self.file.name], MARKS | marks)
-        return listings.Fetch(manifest=where, allowance=2**20)
+    def job(self, **marks: str) -> protocol.Fetch:
+        where = protocol.Manifest(str(self.file.parent), [self.file.name], MARKS | marks)
+        return protocol.Fetch(manifest=where, allowance=2**20)
 
-    def fetched(self, job: listings.Fetch | None = None) -> listings.Fetched:
+    def fetched(self, job: protocol.Fetch | None = None) -> protocol.Fetched:
         found = fetch.fetch(
             job or self.job(), str(self.store), self.listing, lambda: None, exact=False
         )
@@ -338,7 +338,7 @@ def ended(
             while True:
                 run.step()
                 then(run)
-        except coordinator.Ended as end:
+        except agent.Ended as end:
             left = decides.end(end).fill
             assert left is not None
             return end.result, left
@@ -424,7 +424,7 @@ def test_manifest_that_hangs_is_given_up_and_the_fill_goes_on(
         pool: worker_pool.WorkerPool, kinds: tuple[type, ...], seconds: float
     ) -> list[worker_pool.Member]:
         assert seconds == coordinator.HANG_SECONDS
-        return hanging(pool, tuple({*kinds} & {listings.Fetch}), 0.0)
+        return hanging(pool, tuple({*kinds} & {protocol.Fetch}), 0.0)
 
     monkeypatch.setattr(worker.Worker, "fetch", lambda *_: signal.pause())
     monkeypatch.setattr(worker_pool.WorkerPool, "hanging", at_once)
@@ -432,7 +432,7 @@ def test_manifest_that_hangs_is_given_up_and_the_fill_goes_on(
     shares: set[float] = set()
 
     def look(run: coordinator.Coordinator) -> None:
-        if run.pool.assigned(listings.Fetch):
+        if run.pool.assigned(protocol.Fetch):
             shares.add(round(run.room(inodes=0).bytes / run.balance().bytes, 1))
 
     assert ended(task(shared, shared.store), notes, look)[0] == "complete"
@@ -449,7 +449,7 @@ def test_manifest_takes_nothing_of_the_budget_when_the_fill_has_ended(
     """Nor when it was stopped, twice: what it took then is not handed to the next pass."""
     real_fetch, much = fetch.fetch, 2**29  # of a budget of 2**30; the index takes some 2**16
 
-    def large(*args: Any, **more: Any) -> listings.Fetched:
+    def large(*args: Any, **more: Any) -> protocol.Fetched:
         answer = real_fetch(*args, **more)
         answer.bytes = much
         return answer
@@ -457,7 +457,7 @@ def test_manifest_takes_nothing_of_the_budget_when_the_fill_has_ended(
     def stop(run: coordinator.Coordinator) -> None:
         if any("are taken from" in note for note in notes):
             assert run.used() > much
-            raise coordinator.Ended("cancelled")
+            raise agent.Ended("cancelled")
 
     monkeypatch.setattr(fetch, "fetch", large)
     without = shared.store.with_name("without")

@@ -20,7 +20,7 @@ from cache.dataset.generation import Generation
 from cache.fill import protocol
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
-from cache.store import generations, index
+from cache.store import generations, manifest
 from cache.work import running
 from cache.work.jobs import Jobs
 from cache.work.running import Pass, Rates, eta
@@ -229,7 +229,7 @@ async def test_fill_that_gives_way_is_queued_again_and_has_not_failed(
 def report_the_same_for_ever() -> None:
     """A coordinator that lives and gets nowhere; it ends for no command."""
     kit.line_worker.hear(protocol.FillTask)
-    counts = index.Counts(10, 10, 1, 1)
+    counts = manifest.Counts(10, 10, 1, 1)
     progress = protocol.Progress(
         phase="filling", counts=counts, sealed=0, copied_files=1, copied_bytes=1,
         beats=0, commits=0, used=7, syncing=False,

@@ -273,7 +273,7 @@ def test_round_begins_at_its_cursor(complete: passes.Generation) -> None:
         kept = verify.load_cursor(db, "round-1")
         assert kept == verify.Cursor("round-1")
         verify.save_cursor(db, verify.Cursor("round-1", number - 1, number, names[9], 1000, 10**6))
-    later = len(opened.listed_directories(number, 100))
+    later = len(opened.known_directories(number, 100, listed=True))
     opened.close()
     for path in ("d3/" + names[3], "d3/" + names[20]):
         flip(complete.tree / path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kit.formats
 from cache.settings import ScrubSettings
-from cache.store import generations, health, soundness, trust
+from cache.store import generations, health, soundness
 from cache.store import watch as store_watch
 from cache.store.health import DiskHealth, Sign
 from cache.work import scrub_order
@@ -150,16 +150,16 @@ def test_errors_that_ext4_counted_meanwhile_are_new() -> None:
 
 
 def test_node_that_went_down_under_an_agent_is_noticed(tmp_path: Path) -> None:
-    first = trust.begun(trust.Kept(), "boot-1")
+    first = soundness.begun(soundness.Kept(), "boot-1")
     assert (first.crashes, first.clean) == (0, False)
-    assert trust.begun(first, "boot-1").crashes == 0  # only the agent was killed
-    assert trust.begun(first, "boot-2").crashes == 1
-    assert trust.begun(dataclasses.replace(first, clean=True), "boot-2").crashes == 0
-    path = trust.file_of(tmp_path)
-    trust.save(str(path), trust.fields_of(first))
-    assert trust.load(path) == first
+    assert soundness.begun(first, "boot-1").crashes == 0  # only the agent was killed
+    assert soundness.begun(first, "boot-2").crashes == 1
+    assert soundness.begun(dataclasses.replace(first, clean=True), "boot-2").crashes == 0
+    path = soundness.file_of(tmp_path)
+    kit.formats.save(str(path), dataclasses.asdict(first), soundness.FORMAT)
+    assert soundness.load(path) == first
     path.write_text("{ torn")
-    assert isinstance(trust.load(path), kit.formats.Damage)
+    assert isinstance(soundness.load(path), kit.formats.Damage)
 
 
 def test_completed_requests_of_a_disk_are_counted(tmp_path: Path) -> None:

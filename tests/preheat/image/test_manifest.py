@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from preheat.image import hub, manifest
+from preheat.image import manifest
 
 DIGEST = "sha256:" + "a" * 64
 OCI = "application/vnd.oci.image.manifest.v1+json"
@@ -18,8 +18,8 @@ INDEX = "application/vnd.oci.image.index.v1+json"
         ("reg.example:5000/a", "reg.example:5000/a:latest"),
         ("localhost/a:b", "localhost/a:b"),
         (f"reg.example/a:v1@{DIGEST}", f"reg.example/a@{DIGEST}"),
-        (f"{hub.NAME}/ubuntu", f"{hub.NAME}/library/ubuntu:latest"),
-        (f"{hub.INDEX}/nvidia/cuda:12", f"{hub.NAME}/nvidia/cuda:12"),
+        (f"{manifest.HUB}/ubuntu", f"{manifest.HUB}/library/ubuntu:latest"),
+        (f"{manifest.HUB_INDEX}/nvidia/cuda:12", f"{manifest.HUB}/nvidia/cuda:12"),
     ],
 )
 def test_parse_gives_one_form(text: str, canonical: str) -> None:

@@ -20,7 +20,7 @@ def section(**more: Any) -> settings.PreheatSettings:
 
 
 def hold(role: Any, by: Any, state: str = "", keep: str = "") -> base.Hold:
-    return base.Hold(f"nodeagent-{role}-1", role, REF, by, state=state, keep=keep)
+    return base.Hold(role, REF, by, state=state, keep=keep, id=f"nodeagent-{role}-1")
 
 
 def test_gather_takes_the_images_of_this_node() -> None:
@@ -78,29 +78,30 @@ def test_request_pins_what_it_knows_and_may_keep(more: dict[str, Any], pins: boo
     assert Request(REF, "policy", **({"measured": True} | more)).pins is pins
 
 
-def inventory(**more: Any) -> base.ImageInventory:
-    record = base.Record(REF, manifest.Target("t", DIGEST, 1))
-    return base.ImageInventory(records=(record,), in_use=frozenset({"id"}), **more)
-
-
-def shapes(size: int) -> dict[str, manifest.Shape]:
-    layer = manifest.Layer("sha256:l", size, "tar", "sha256:c")
-    return {DIGEST: manifest.Shape(manifest.Target("t", DIGEST, 1), (), (layer,), "id")}
-
-
 LEAST = settings.RetainSettings.at_least
+
+
+def inventory(size: int = LEAST, **more: Any) -> base.ImageInventory:
+    target = manifest.Target("t", DIGEST, 1)
+    layer = manifest.Layer("sha256:l", size, "tar", "sha256:c")
+    return base.ImageInventory(
+        records=(base.Record(REF, target),),
+        in_use=frozenset({"id"}),
+        shapes={DIGEST: manifest.Shape(target, (), (layer,), "id")},
+        **more,
+    )
 
 
 def test_retained_are_images_in_use() -> None:
     retain = section(retain={"for": "1h"})
-    found = desired.retained(retain, inventory(), shapes(LEAST), {})
+    found = desired.retained(retain, inventory(), {})
 
     assert found == {REF: Request(REF, "retained", "for:3600")}
-    assert desired.retained(section(), inventory(), shapes(LEAST), {}) == {}
-    assert desired.retained(retain, inventory(), shapes(LEAST - 1), {}) == {}
-    assert desired.retained(retain, inventory(), shapes(LEAST), {REF: found[REF]}) == {}
+    assert desired.retained(section(), inventory(), {}) == {}
+    assert desired.retained(retain, inventory(LEAST - 1), {}) == {}
+    assert desired.retained(retain, inventory(), {REF: found[REF]}) == {}
     released = inventory(holds=(hold("note", "operator", "released"),))
-    assert desired.retained(retain, released, shapes(LEAST), {}) == {}
+    assert desired.retained(retain, released, {}) == {}
 
 
 NOW = 1000.0

@@ -12,9 +12,10 @@ import kit.files
 import kit.traces
 from preheat import uninstall
 from preheat.image import manifest
-from preheat.runtimes import base, containerd_pb2, marks, unpacked
+from preheat.runtimes import base, containerd_pb2, store
 from preheat.runtimes import containerd as adapter
 from preheat.runtimes import containerd_api as api
+from preheat.runtimes import holds as holding
 from tests.preheat.rig import MB, Image, Rig, brought, idle, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry
 
@@ -32,7 +33,7 @@ def record(name: str = ID, digest: str = DIGEST, **more: bool) -> base.Record:
 
 def pin(expires: float | None = None, image_id: str = ID) -> base.Hold:
     target = manifest.Target("t", DIGEST, 1)
-    return base.Hold("p", "pin", "r", "policy", target, image_id=image_id, expires=expires)
+    return base.Hold("pin", "r", "policy", target, image_id, expires=expires, id="p")
 
 
 def decide(
@@ -40,30 +41,30 @@ def decide(
     holds: tuple[base.Hold, ...] = (),
     honoured: bool | None = True,
     after: float | None = None,
-) -> adapter.Mends:
-    return adapter.decide(base.ImageInventory(records=records, holds=holds), honoured, after, NOW)
+) -> holding.Mends:
+    return holding.decide(base.ImageInventory(records=records, holds=holds), honoured, after, NOW)
 
 
 def test_a_pin_without_its_mark_gets_it() -> None:
     for unmarked in (record(), record(pinned=True), record(ours=True)):
         assert decide(unmarked, holds=(pin(),)).unmarked == (pin(),)
     marked = record(pinned=True, ours=True)
-    assert decide(marked, holds=(pin(),)) == adapter.Mends()
+    assert decide(marked, holds=(pin(),)) == holding.Mends()
     assert decide(marked, holds=(pin(),), honoured=None).unmarked == (pin(),)  # to find out
-    assert decide(holds=(pin(),)) == adapter.Mends()  # the record is healed first
-    assert decide(record(), holds=(pin(),), honoured=False) == adapter.Mends()
+    assert decide(holds=(pin(),)) == holding.Mends()  # the record is healed first
+    assert decide(record(), holds=(pin(),), honoured=False) == holding.Mends()
 
 
 def test_a_mark_without_a_pin_goes_if_it_is_ours() -> None:
     ours = record(pinned=True, ours=True)
     assert decide(ours).stray == (ours,)
-    assert decide(record(pinned=True)) == adapter.Mends()
+    assert decide(record(pinned=True)) == holding.Mends()
     assert decide(ours, holds=(pin(),), honoured=False).stray == (ours,)
 
 
 def test_what_the_runtime_pins_itself_is_left_to_it() -> None:
     sandbox = (record("localhost/pause:1", pinned=True), record(pinned=True))
-    assert decide(*sandbox, holds=(pin(),)) == adapter.Mends()
+    assert decide(*sandbox, holds=(pin(),)) == holding.Mends()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ class Steps:
 
 
 async def marked(rig: Rig) -> set[str]:
-    return {each.name for each in await rig.kubelet.records() if each.labels.get(marks.PINNED)}
+    return {each.name for each in await rig.kubelet.records() if each.labels.get(holding.PINNED)}
 
 
 async def whole(rig: Rig, image: Image, *, held: bool) -> None:
@@ -238,7 +239,7 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
         await room.pin(two.ref)
         await room.pin(three.ref)
         await room.unpin(three.ref)
-        await room.reconciler.runtime.note_use(one.pushed.top, NOW)
+        await room.reconciler.runtime.content.note_use(one.pushed.top, NOW)
 
         async def begun() -> bool:
             return any(i.ref.startswith("nodeagent-") and i.offset for i in await ingests())
@@ -248,11 +249,11 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
 
         async def durable() -> bool:
             labels = (await rig.kubelet.snapshot_labels()).values()
-            return any(unpacked.DURABLE in each for each in labels)
+            return any(store.DURABLE in each for each in labels)
 
         await until(durable, 60, "a layer to be durable")
         await room.pause(half.ref)
-    newer = api.lease_labels(pin()) | {"nodeagent/format": "99"}
+    newer = holding.lease_labels(pin()) | {"nodeagent/format": "99"}
     create = containerd_pb2.CreateLeaseRequest(id="nodeagent-pin-99", labels=newer)
     service = "/containerd.services.leases.v1.Leases/Create"
     await rig.kubelet.raw(service, create.SerializeToString())
@@ -299,7 +300,7 @@ async def test_agent_adopts_or_clears_what_it_finds(rig: Rig) -> None:
         old = records[image.pushed.config]
         old.labels.clear()
         update = containerd_pb2.UpdateImageRequest(
-            image=old, update_mask=marks.label_mask(marks.OWN, marks.PINNED)
+            image=old, update_mask=api.label_mask(holding.OWN, holding.PINNED)
         )
         await box.connection.change(api.UPDATE_IMAGE, update)
         assert await marked(rig) == {other.pushed.config}
@@ -386,7 +387,7 @@ async def test_pins_that_expire_end_without_an_agent(rig: Rig) -> None:
     async with rig.running(images=wanted, release_after="4h") as room:
         await pinned(room, image.ref)
         await idle(room)
-        lasting = [lease.labels[api.EXPIRE] for lease in await rig.kubelet.leases()]
+        lasting = [lease.labels[holding.EXPIRE] for lease in await rig.kubelet.leases()]
         assert len(lasting) == 1
         assert await marked(rig) == set()
         # Healed as ever.
@@ -399,7 +400,7 @@ async def test_pins_that_expire_end_without_an_agent(rig: Rig) -> None:
     box.release_after = 1.0
     await box.tend(await box.inventory())
     await box.tend(await box.inventory())
-    renewed = [lease.labels[api.EXPIRE] for lease in await rig.kubelet.leases()]
+    renewed = [lease.labels[holding.EXPIRE] for lease in await rig.kubelet.leases()]
     await box.close()
     assert renewed < lasting
 
@@ -418,7 +419,7 @@ async def test_pins_that_expire_end_without_an_agent(rig: Rig) -> None:
         await pinned(room, image.ref)
         await room.reconciler.cycle()
         (lease,) = await rig.kubelet.leases()
-        assert api.EXPIRE not in lease.labels
+        assert holding.EXPIRE not in lease.labels
         await whole(rig, image, held=True)
 
 

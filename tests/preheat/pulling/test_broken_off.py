@@ -41,10 +41,14 @@ async def test_our_own_partial_layer_of_a_registry_without_ranges_is_completed(
     server.ranges, server.dies_after, server.deaths = False, 3 * MB, 1
     more: dict[str, Any] = {"images": [{"ref": ref}], "bytes_per_second": 16 * MB}
     async with rig.running(**more) as room:
-        await until(lambda: room.reconciler.totals.failed["network"] > 0, what="it to break off")
-        begun = max(each.ours or 0 for each in (await room.reconciler.runtime.ingests()).values())
+        await until(
+            lambda: room.reconciler.pulls.totals.failed["network"] > 0, what="it to break off"
+        )
+        begun = max(
+            each.ours or 0 for each in (await room.reconciler.runtime.content.ingests()).values()
+        )
         await state(room, ref, "ready")
-        failed = dict(room.reconciler.totals.failed)
+        failed = dict(room.reconciler.pulls.totals.failed)
 
     assert 0 < begun < 6 * MB
     assert {kind: count for kind, count in failed.items() if count} == {"network": 1}
@@ -60,14 +64,14 @@ async def test_waits_do_not_grow_while_each_attempt_brings_something(
         seen = set()
 
         def ready() -> bool:
-            failed = room.reconciler.failures.get(ref)
+            failed = room.reconciler.pulls.failures.get(ref)
             seen.add(failed.attempts if failed is not None else 0)
             return room.show(ref).state == "ready"
 
         await until(ready, 60, what="the image")
         await idle(room)
-        failures = room.reconciler.totals.failed["network"]
-        fetched = room.reconciler.totals.fetched_bytes
+        failures = room.reconciler.pulls.totals.failed["network"]
+        fetched = room.reconciler.pulls.totals.fetched_bytes
 
     assert failures >= 3
     assert fetched > 15 * MB  # what attempts that failed brought counts too

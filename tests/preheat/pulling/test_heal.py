@@ -65,7 +65,7 @@ OLD, NEW, OLD_ID, NEW_ID = (f"sha256:{letter * 64}" for letter in "abcd")
 
 def pin(name: str, *names: str, created: float = 1, digest: str = OLD) -> base.Hold:
     target = manifest.Target("t", digest, 1)
-    return base.Hold(name, "pin", "r", "policy", target, names=names, created=created)
+    return base.Hold("pin", "r", "policy", target, names=names, created=created, id=name)
 
 
 async def test_healer_limits_heals_in_any_hour() -> None:

@@ -21,7 +21,7 @@ from preheat import status
 from preheat.component import Preheat
 from preheat.image import manifest
 from preheat.pulling import durability
-from preheat.runtimes import base, unpacked
+from preheat.runtimes import base, store
 from preheat.runtimes import containerd_pb2 as pb
 from tests.cache.test_space import disk
 from tests.preheat import rig as rigs
@@ -57,25 +57,26 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
 
     def loose(*holds: base.Hold) -> frozenset[str]:
         every = frozenset({A, B, C})
-        seen = base.ImageInventory(records=records, holds=holds, snapshots=every)
-        return durability.loose_layers(seen, shapes)
+        return durability.loose_layers(
+            base.ImageInventory(records=records, holds=holds, snapshots=every, shapes=shapes)
+        )
 
     assert loose() == frozenset()
-    assert loose(base.Hold("", "pin", "x", "policy", records[0].target)) == {A, B}
-    assert loose(base.Hold("", "pull", "y", "policy")) == {A, C}, "pulled, and not pinned yet"
-    assert loose(base.Hold("", "note", "y", "policy", state="done")) == {A, C}, "pin: never"
-    assert loose(base.Hold("", "note", "y", "operator", state="released")) == frozenset()
+    assert loose(base.Hold("pin", "x", "policy", records[0].target)) == {A, B}
+    assert loose(base.Hold("pull", "y", "policy")) == {A, C}, "pulled, and not pinned yet"
+    assert loose(base.Hold("note", "y", "policy", state="done")) == {A, C}, "pin: never"
+    assert loose(base.Hold("note", "y", "operator", state="released")) == frozenset()
     half_pulled = base.ImageInventory(snapshots=frozenset({A, B}), durable=frozenset({B}))
-    assert durability.loose_layers(half_pulled, {}) == {A}
+    assert durability.loose_layers(half_pulled) == {A}
 
 
 def test_only_a_stack_of_directories_is_unpacked_in_place() -> None:
     def place(kind: str, *options: str) -> pb.Mount | None:
-        return unpacked.in_place([pb.Mount(type=kind, source=kind, options=options)])
+        return store.in_place([pb.Mount(type=kind, source=kind, options=options)])
 
     assert place("bind", "ro") is None
     assert place("overlay", "upperdir=/u") is None
-    assert unpacked.in_place([]) is None
+    assert store.in_place([]) is None
     lowest = place("overlay", "index=off", "upperdir=/u", "lowerdir=/s/1/fs")
     assert lowest == pb.Mount(type="bind", source="/s/1/fs", options=["rw", "rbind"])
     upper = place("overlay", "lowerdir=/s/2/fs:/s/1/fs")
@@ -128,7 +129,7 @@ class Node:
     async def labelled(self) -> int:
         """Layers that are known to be durable."""
         labels = await self.rig.kubelet.snapshot_labels()
-        return sum(each.get(unpacked.DURABLE) == "yes" for each in labels.values())
+        return sum(each.get(store.DURABLE) == "yes" for each in labels.values())
 
     async def nothing_left(self, image: Image, *more: str) -> None:
         """One pin and nothing else of ours, no half of anything; ``more``: other snapshots."""
@@ -227,7 +228,7 @@ async def test_a_pinned_image_has_its_files_after_power_cuts(
         with grave.wrong_bytes():
             assert node.damaged(*image.pushed.layers) == []
         assert room.show(image.ref).pinned
-        assert room.reconciler.durability.counts.unpacked_again == 1
+        assert room.reconciler.durability.unpacked_again == 1
         await durable(node, room, 2)
         node.cut()
     node.boot()
@@ -235,7 +236,7 @@ async def test_a_pinned_image_has_its_files_after_power_cuts(
         assert node.damaged(*image.pushed.layers) == [], "they were said to be durable"
     async with node.rig.running(**wanted) as room:
         await state(room, image.ref, "ready", seconds=60)
-        assert room.reconciler.durability.counts.unpacked_again == 0
+        assert room.reconciler.durability.unpacked_again == 0
     assert node.rig.gate.blob_bytes == before, "nothing is fetched again"
     await node.nothing_left(image, "container")
 
@@ -279,7 +280,7 @@ async def test_a_pull_goes_on_after_a_power_cut_with_whole_layers(node: Node) ->
         await pinned(room, image.ref, seconds=60)
         with grave.wrong_bytes():
             assert node.damaged(low, high) == []
-        assert room.reconciler.durability.counts.unpacked_again == 1
+        assert room.reconciler.durability.unpacked_again == 1
         await durable(node, room, 2)
     # The layer that was complete is not fetched again.
     assert rig.gate.blob_bytes < len(high.packed) + len(low.packed) // 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from preheat.image import manifest
-from preheat.pulling import limiter, pull
+from preheat.pulling import pull
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent, registry
 
@@ -24,7 +24,7 @@ async def test_limiter_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += seconds
 
     monkeypatch.setattr("preheat.pulling.pull.asyncio.sleep", sleep)
-    limit = limiter.Limiter(1000.0, clock=lambda: clock[0])
+    limit = pull.Limiter(1000.0, clock=lambda: clock[0])
     for _ in range(100):
         await limit.take(100)
     assert 9.0 <= clock[0] <= 10.1
@@ -142,7 +142,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
         await state(room, ref, "ready", seconds=60)
 
     # What containerd stored, and not what the proxy sent: that is in socket buffers too.
-    assert kept <= begun + limit * (took + limiter.BURST_SECONDS)
+    assert kept <= begun + limit * (took + pull.BURST_SECONDS)
     assert kept > 0.4 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * (big.fetched - kept)
 

@@ -153,7 +153,7 @@ async def test_truncated_blob_is_fetched_again_until_it_is_whole(rig: Rig) -> No
         cut = answers()
         rig.gate.truncate = set()
         await state(room, image.ref, "ready")
-        kinds = {kind for kind, count in room.reconciler.totals.failed.items() if count}
+        kinds = {kind for kind, count in room.reconciler.pulls.totals.failed.items() if count}
         content = await rig.kubelet.content()
 
     assert 0 < cut[0] < len(layer.packed)
@@ -186,7 +186,7 @@ async def test_stalled_registry_is_network_a_slow_one_is_not(rig: Rig) -> None:
     rig.gate.rate = int(4 * MB / stall)  # always moving, for longer than a stall
     rig.gate.pause_at = 7 * MB  # not complete before it stalls
     async with rig.running(images=[{"ref": image.ref}], stall_timeout=stall) as room:
-        failed = room.reconciler.totals.failed
+        failed = room.reconciler.pulls.totals.failed
         await until(lambda: rig.gate.blob_bytes > 6 * MB)
         slow = failed["network"]
         rig.gate.stall = True

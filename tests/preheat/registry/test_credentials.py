@@ -10,7 +10,7 @@ import pytest
 
 import kit.processes
 from preheat import settings
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.registry import credentials
 from preheat.registry.failure import Kind, PullError
 from preheat.runtimes import base
@@ -226,7 +226,7 @@ HELPER = f"""#!/bin/sh
 read server; echo "$1 $server" >>"$0.calls"
 case $server in
 reg.example) echo '{{"ServerURL": "x", "Username": "u", "Secret": "p"}}';;
-{hub.LOGIN_KEY}) echo '{{"Username": "<token>", "Secret": "t"}}';;
+{manifest.HUB_LOGIN_KEY}) echo '{{"Username": "<token>", "Secret": "t"}}';;
 bad.example) exit 2;;
 *) echo credentials not found in native keychain; exit 1;;
 esac
@@ -240,7 +240,7 @@ async def test_programs_of_a_docker_config_are_asked_as_docker_asks(tmp_path: Pa
     program.chmod(0o755)
     section = {"docker_config": str(file), "helper_dir": str(tmp_path)}
     login = await find("reg.example/a", **section)
-    token = await find(f"{hub.NAME}/ubuntu", **section)
+    token = await find(f"{manifest.HUB}/ubuntu", **section)
     none = await find("other.example/a", **section)
     bad = await find("bad.example/a", **section)
     unset = await find("reg.example/a", docker_config=str(file))
@@ -251,7 +251,7 @@ async def test_programs_of_a_docker_config_are_asked_as_docker_asks(tmp_path: Pa
     assert "status 2" in bad.troubles[0]
     assert "helper_dir" in unset.troubles[0]
     calls = (tmp_path / "docker-credential-test.calls").read_text().splitlines()
-    assert calls[:2] == ["get reg.example", f"get {hub.LOGIN_KEY}"]
+    assert calls[:2] == ["get reg.example", f"get {manifest.HUB_LOGIN_KEY}"]
 
 
 @pytest.mark.real

@@ -96,7 +96,7 @@ async def _measure(rig: Rig, ref: str) -> tuple[int, int, int, int]:
         await room.resume(ref)
         await pinned(room, ref)
         await state(room, ref, "ready")
-        await until(lambda: not room.reconciler.running)
+        await until(lambda: not room.reconciler.pulls.running)
         fetched = sum(s.bytes for s in rig.gate.requests() if s.agent != "nodeagent")
         return paused.bytes_missing, paused.bytes_unpacked, fetched, _disk_use(rig.daemon) - used
 

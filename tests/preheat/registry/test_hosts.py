@@ -2,14 +2,15 @@
 
 import contextlib
 import ssl
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from preheat.image import hub, manifest
+from preheat.image import manifest
 from preheat.registry import client as registry
-from preheat.registry import hosts
+from preheat.registry import documents, hosts
 from preheat.registry.failure import Kind, PullError
 from tests.testbed import front
 from tests.testbed import registry as real
@@ -57,7 +58,7 @@ def test_hosts_come_in_their_order_with_all_that_their_tables_say(tmp_path: Path
     ("name", "url", "namespace"),
     [
         ("reg.example", "https://reg.example/v2", ""),
-        (hub.NAME, f"https://{hub.SERVER}/v2", ""),
+        (manifest.HUB, f"https://{manifest.HUB_SERVER}/v2", ""),
         ("127.0.0.1:5000", "http://127.0.0.1:5000/v2", ""),
         ("localhost:443", "https://localhost:443/v2", ""),
     ],
@@ -128,11 +129,12 @@ def fronted(images: real.Registry, trust: front.Authority | None = None) -> Iter
 
 async def look(root: Path, name: str, tag: str = "v1") -> manifest.Shape:
     """Look ``name`` up with a new client."""
-    client = registry.Registry([root])
-    try:
-        return await ask(client, name, tag)
-    finally:
-        await client.close()
+    with tempfile.TemporaryDirectory() as folder:
+        client = registry.Registry([root], documents.Documents(Path(folder)))
+        try:
+            return await ask(client, name, tag)
+        finally:
+            await client.close()
 
 
 async def ask(client: registry.Registry, name: str, tag: str = "v1") -> manifest.Shape:
@@ -179,7 +181,7 @@ async def test_rotated_authorities_and_certificates_take_effect_at_once(
     before = old.ca.read_bytes()
     with fronted(images, old) as server:
         write(tmp_path, f'server = "{server.url}"\nca = "{old.ca}"\n')
-        client = registry.Registry([tmp_path])
+        client = registry.Registry([tmp_path], documents.Documents(tmp_path / documents.FOLDER))
         try:
             first = await ask(client, "fw/hosts")
             new = front.authority(tmp_path / "ca", "own")

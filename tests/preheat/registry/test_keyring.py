@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from preheat.image import hub, manifest
-from preheat.registry import keyring
+from preheat.image import manifest
+from preheat.registry import credentials
 from preheat.runtimes import base
 
 
-def config(auths: dict[str, Any], **more: Any) -> keyring.Keys:
-    return keyring.from_docker_config(json.dumps({"auths": auths, **more}).encode())
+def config(auths: dict[str, Any], **more: Any) -> credentials.Keys:
+    return credentials.from_docker_config(json.dumps({"auths": auths, **more}).encode())
 
 
 def user(name: str) -> dict[str, str]:
     return {"auth": base64.b64encode(f"{name}:p".encode()).decode()}
 
 
-def names(ref: str, *many: keyring.Keys) -> list[str]:
-    return [each.username for each in keyring.logins(many, manifest.parse(ref))]
+def names(ref: str, *many: credentials.Keys) -> list[str]:
+    return [each.username for each in credentials.fitting(many, manifest.parse(ref))]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def names(ref: str, *many: keyring.Keys) -> list[str]:
 )
 def test_a_key_fits_as_in_the_kubelet(key: str, ref: str, fits: bool) -> None:
     try:
-        key = keyring.key_of(key)
+        key = credentials.key_of(key)
     except ValueError:
         assert not fits
-    assert keyring.matches(key, manifest.parse(ref)) is fits
+    assert credentials.matches(key, manifest.parse(ref)) is fits
 
 
 def test_the_most_specific_login_comes_first_whatever_its_key_is_written_like() -> None:
@@ -70,24 +70,26 @@ def test_logins_of_several_files_are_all_tried_once() -> None:
     assert names("reg.example/x:b", first, second, first) == ["a", "b"]
 
 
-@pytest.mark.parametrize("key", [hub.LOGIN_KEY, hub.INDEX, hub.NAME])
-@pytest.mark.parametrize("ref", [f"{hub.NAME}/ubuntu", f"{hub.INDEX}/library/ubuntu:latest"])
+@pytest.mark.parametrize("key", [manifest.HUB_LOGIN_KEY, manifest.HUB_INDEX, manifest.HUB])
+@pytest.mark.parametrize(
+    "ref", [f"{manifest.HUB}/ubuntu", f"{manifest.HUB_INDEX}/library/ubuntu:latest"]
+)
 def test_docker_hub_has_its_default_key(key: str, ref: str) -> None:
     assert names(ref, config({key: user("hub"), "reg.example": user("x")})) == ["hub"]
 
 
 def test_the_older_dockercfg_is_read() -> None:
     data = json.dumps({"https://reg.example": user("old") | {"email": "a@example"}}).encode()
-    assert names("reg.example/a:b", keyring.from_docker_config(data)) == ["old"]
-    assert keyring.from_docker_config(b"{}") == keyring.Keys()
+    assert names("reg.example/a:b", credentials.from_docker_config(data)) == ["old"]
+    assert credentials.from_docker_config(b"{}") == credentials.Keys()
 
 
 def test_a_bad_entry_harms_only_its_own_registry() -> None:
     keys = config({"bad.example": {"auth": "?"}, "reg.example": user("good")})
     ref = manifest.parse("bad.example/a:b")
     assert names("reg.example/a:b", keys) == ["good"]
-    assert keyring.troubles(keys, ref) == ["bad.example: its 'auth' is not base64"]
-    assert keyring.troubles(keys, manifest.parse("reg.example/a:b")) == []
+    assert keys.troubles_of(ref) == ["bad.example: its 'auth' is not base64"]
+    assert keys.troubles_of(manifest.parse("reg.example/a:b")) == []
 
 
 def test_auth_without_padding_and_tokens_are_read() -> None:
@@ -105,19 +107,19 @@ def test_auth_without_padding_and_tokens_are_read() -> None:
 @pytest.mark.parametrize("data", [b"[]", b"x", b'{"auths": []}x', b'{"auths": 5}', b"[" * 10**5])
 def test_a_file_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        keyring.from_docker_config(data)
+        credentials.from_docker_config(data)
 
 
 @pytest.mark.parametrize(
     ("ref", "program"),
-    [("reg.example/a", "ecr"), (f"{hub.NAME}/a", "hub"), ("other.example/a", "all")],
+    [("reg.example/a", "ecr"), (f"{manifest.HUB}/a", "hub"), ("other.example/a", "all")],
 )
 def test_the_program_for_a_registry(ref: str, program: str) -> None:
-    helpers = {"reg.example": "ecr", hub.LOGIN_KEY: "hub"}
+    helpers = {"reg.example": "ecr", manifest.HUB_LOGIN_KEY: "hub"}
     keys = config({}, credHelpers=helpers, credsStore="all")
     assert keys.helper(manifest.parse(ref)) == program
 
 
 def test_keys_and_logins_have_no_repr() -> None:
     keys = config({"reg.example": {"username": "u", "password": "secret"}})
-    assert "secret" not in repr(keys) + repr(keys.entries) + repr(keyring.from_auths({}))
+    assert "secret" not in repr(keys) + repr(keys.entries) + repr(credentials.from_auths({}))

@@ -37,7 +37,7 @@ class Node:
         known = self.lookups.of(ref)
         if known is not None:
             known.at, known.failed = 0.0, None
-        self.lookups.request({ref: ""}, self.section)
+        self.lookups.request({ref: True})
         found = self.lookups.of(ref)
         assert found is not None and found.task is not None
         await found.task
@@ -57,7 +57,6 @@ def node(folder: Path, server: front.Front, mirror: str = "", **more: Any) -> No
     )
     client = registry.Registry([folder / "certs"], documents.Documents(folder / documents.FOLDER))
     turns = schedule.Schedule(section)
-    turns.want({REF: True}, time.time())
     lookups = resolver.Resolver(client, credentials.Credentials(), turns, lambda: None)
     return Node(folder, server, section, lookups, client)
 

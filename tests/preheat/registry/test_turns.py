@@ -43,7 +43,7 @@ async def test_window_that_opens_starts_the_turn(rig: Rig, clock: Clock) -> None
         await until(lambda: room.show(image.ref).bytes_total > 0, what="the lookup")
         await room.reconcile(rig.section(**more, spread=3600))
         await room.reconciler.cycle()
-        at = room.reconciler.turns.pull_at(image.ref, now, begun=False)
+        at = room.reconciler.resolver.turns.pull_at(image.ref, now, begun=False)
         clock.advance(opening + 60 - now)
         await room.reconciler.cycle()
         opened = room.show(image.ref)

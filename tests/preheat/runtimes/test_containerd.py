@@ -19,13 +19,13 @@ CYCLES = int(os.environ.get("CYCLES", "300"))  # 1,000 by make test-faults
 
 def pull_hold(ref: str, keep: str = "always") -> base.Hold:
     expires = time.time() + 86400
-    return base.Hold("", "pull", ref, "operator", keep=keep, expires=expires)
+    return base.Hold("pull", ref, "operator", keep=keep, expires=expires)
 
 
 async def pin_of(box: adapter.Containerd, ref: str) -> base.Hold:
     """A pin for what ``ref`` names in the runtime now."""
     target = (await box.inventory()).target_of(ref)
-    return await box.pin(base.Hold(id="", role="pin", ref=ref, by="operator", target=target))
+    return await box.pin(base.Hold("pin", ref, "operator", target))
 
 
 async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None:
@@ -33,17 +33,17 @@ async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None
     hold = await box.begin(pull_hold(image.ref))
     rig.gate.rate = 20 * MiB
     rig.gate.pause_at = 13 * MiB  # not complete before it is cancelled
-    task = asyncio.create_task(box.pull(image.ref, None, hold, 60.0))
+    task = asyncio.create_task(box.cri.pull(image.ref, None, hold.id, 60.0))
     await until(lambda: rig.gate.live > 12 * MiB)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await rig.quiet()
-    kept = sum(each.offset for each in (await box.ingests()).values())
+    kept = sum(each.offset for each in (await box.content.ingests()).values())
 
     rig.gate.rate = rig.gate.pause_at = 0
     rig.gate.reset()
-    await box.pull(image.ref, None, hold, 60.0)
+    await box.cri.pull(image.ref, None, hold.id, 60.0)
 
     assert kept > 8 * MiB
     assert rig.gate.blob_bytes <= (image.pushed.fetched - kept) * 1.1
@@ -59,7 +59,7 @@ async def test_begin_keeps_an_equal_hold_and_renews_another(
     image = rig.push("fw/renew:v1")
     first = await box.begin(pull_hold(image.ref))
     same = await box.begin(pull_hold(image.ref))
-    await box.pull(image.ref, None, first, 60.0)
+    await box.cri.pull(image.ref, None, first.id, 60.0)
     await rig.kubelet.remove(image.ref)
     renewed = await box.begin(pull_hold(image.ref, keep="never"))
     await rig.kubelet.collect()
@@ -116,13 +116,13 @@ async def test_hundreds_of_cycles_leave_nothing(rig: Rig, box: adapter.Container
     images = [rig.push(f"fw/tiny:v{n}", [registry.layer(f"t{n}", 2000, 200 + n)]) for n in range(5)]
 
     async def cycle(ref: str, cancelled: bool) -> None:
-        hold = await box.begin(base.Hold("", "pull", ref, "operator", keep="always"))
+        hold = await box.begin(base.Hold("pull", ref, "operator", keep="always"))
         if cancelled:
-            task = asyncio.create_task(box.pull(ref, None, hold, 30.0))
+            task = asyncio.create_task(box.cri.pull(ref, None, hold.id, 30.0))
             await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await box.pull(ref, None, hold, 30.0)
+        await box.cri.pull(ref, None, hold.id, 30.0)
         pin = await pin_of(box, ref)
         await box.end(hold)
         await box.unpin(pin)

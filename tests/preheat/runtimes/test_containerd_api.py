@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri
+from preheat.runtimes import base, cri, holds
 from preheat.runtimes import containerd as adapter
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
@@ -49,28 +49,28 @@ def test_lease_labels_give_the_hold_back(
         created=1_800_000_000.0,
         expires=expires,
     )
-    request = pb.CreateLeaseRequest(id=hold.id, labels=api.lease_labels(hold))
+    request = pb.CreateLeaseRequest(id=hold.id, labels=holds.lease_labels(hold))
     assert api.CREATE_LEASE.check is not None
     api.CREATE_LEASE.check(request)
 
-    assert api.hold_of(pb.Lease(id=request.id, labels=request.labels)) == hold
+    assert holds.hold_of(pb.Lease(id=request.id, labels=request.labels)) == hold
 
 
 def test_lease_of_a_newer_agent_is_not_ours() -> None:
-    hold = base.Hold("x", "pin", "r.e/a:b", "policy", manifest.Target("t", DIGEST, 5))
-    labels = api.lease_labels(hold)
-    assert not api.is_newer(pb.Lease(id="x", labels=labels))
+    hold = base.Hold("pin", "r.e/a:b", "policy", manifest.Target("t", DIGEST, 5), id="x")
+    labels = holds.lease_labels(hold)
+    assert not holds.is_newer(pb.Lease(id="x", labels=labels))
     older = {key: value for key, value in labels.items() if key != "nodeagent/format"}
-    assert api.hold_of(pb.Lease(id="x", labels=older)) == hold
+    assert holds.hold_of(pb.Lease(id="x", labels=older)) == hold
     newer = pb.Lease(id="x", labels=labels | {"nodeagent/format": "2"})
-    assert api.is_newer(newer)
-    assert api.hold_of(newer) is None
+    assert holds.is_newer(newer)
+    assert holds.hold_of(newer) is None
 
 
 def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     def lease(role: Any, digest: str) -> str:
         target = manifest.Target("t", digest, 1)
-        return base.hold_id(base.Hold("", role, "r.e/a:b", "policy", target))
+        return base.hold_id(base.Hold(role, "r.e/a:b", "policy", target))
 
     assert lease("pin", "sha256:1") != lease("pin", "sha256:2")
     assert lease("pull", "sha256:1") == lease("pull", "sha256:2")
@@ -83,7 +83,7 @@ def test_hold_of_ignores_nonsense(target: str) -> None:
     labels = {"nodeagent/role": "pin", "nodeagent/by": "policy", "nodeagent/ref": "r"}
     lease = pb.Lease(id="x", labels=labels | {"nodeagent/target": target})
 
-    assert api.hold_of(lease) is None
+    assert holds.hold_of(lease) is None
 
 
 # --- changing calls -------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     """A well-formed call whose runtime dies under it: the next changing call is not even sent."""
     image = rig.push("fw/break:v1", size=8_000_000)
     rig.gate.rate = 2_000_000
-    hold = await box.begin(base.Hold(id="", role="pull", ref=image.ref, by="operator"))
-    pull = asyncio.create_task(box.pull(image.ref, None, hold, 60.0))
+    hold = await box.begin(base.Hold("pull", image.ref, "operator"))
+    pull = asyncio.create_task(box.cri.pull(image.ref, None, hold.id, 60.0))
     await until(lambda: rig.gate.blob_bytes > 500_000)
     rig.daemon.kill()
     with pytest.raises(base.RuntimeGoneError):
@@ -234,8 +234,8 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     with pytest.raises(base.BreakerOpenError):
         await box.end(hold)
     rig.daemon.start()
-    await until(lambda: not box.rests)
+    await until(lambda: not box.connection.breaker.rests)
     await box.connect()
     await box.end(hold)
 
-    assert box.trips == 1
+    assert box.connection.breaker.total == 1

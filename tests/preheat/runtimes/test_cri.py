@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-import kit.sockets
+import kit.files
 from preheat.runtimes import base, cri, cri_pb2
 from tests.testbed import waiting
 
@@ -45,7 +45,7 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
         handler: Any = grpc.unary_unary_rpc_method_handler(answered)
         generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
         server.add_generic_rpc_handlers((generic,))
-    server.add_insecure_port(kit.sockets.grpc_address(socket))
+    server.add_insecure_port(kit.files.grpc_address(socket))
     await server.start()
     try:
         yield
@@ -54,27 +54,27 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
 
 
 @pytest_asyncio.fixture
-async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
+async def broken(tmp_path: Path) -> AsyncIterator[cri.Cri]:
     """A runtime whose answers cannot be decoded."""
     async with answering(tmp_path / "socket", b"\xff"):
-        runtime = cri.CriRuntime(tmp_path / "socket")
+        runtime = cri.Cri(cri.Connection(tmp_path / "socket"))
         try:
             yield runtime
         finally:
-            await runtime.close()
+            await runtime.connection.close()
 
 
-async def test_broken_answer_is_an_error_not_none(broken: cri.CriRuntime) -> None:
+async def test_broken_answer_is_an_error_not_none(broken: cri.Cri) -> None:
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
         await broken.connection.read(cri.LIST_CONTAINERS, cri.Empty())
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
-        await broken._pull_image("r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
-    assert broken.trips == 0
+        await broken.pull("r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
+    assert broken.connection.breaker.total == 0
 
 
-async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.CriRuntime) -> None:
+async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Cri) -> None:
     with pytest.raises(base.InvalidCallError, match="lease"):
-        await broken._pull_image("r.e/a:b", None, "somebody-else", 5.0)
+        await broken.pull("r.e/a:b", None, "somebody-else", 5.0)
     with pytest.raises(base.InvalidCallError, match="another method"):
         request: Any = cri_pb2.ImageRequest()
         await broken.connection.change(cri.PULL_IMAGE, request)
@@ -85,7 +85,7 @@ async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
     answer = cri_pb2.ListContainersResponse(
         containers=[cri_pb2.Container(id="here")]
     ).SerializeToString()
-    runtime = cri.CriRuntime(odd)
+    runtime = cri.Cri(cri.Connection(odd))
     try:
         with pytest.raises(base.RuntimeGoneError) as gone:
             await runtime.connection.read(cri.LIST_CONTAINERS, cri.Empty())
@@ -95,10 +95,10 @@ async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
             answered = await waiting.until_async(lambda: _containers(runtime), 30, "an answer")
         assert [each.id for each in answered.containers] == ["here"]
     finally:
-        await runtime.close()
+        await runtime.connection.close()
 
 
-async def _containers(runtime: cri.CriRuntime) -> cri_pb2.ListContainersResponse | None:
+async def _containers(runtime: cri.Cri) -> cri_pb2.ListContainersResponse | None:
     try:
         return await runtime.connection.read(cri.LIST_CONTAINERS, cri.Empty())
     except base.RuntimeCallError:
@@ -106,15 +106,15 @@ async def _containers(runtime: cri.CriRuntime) -> cri_pb2.ListContainersResponse
 
 
 async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
-    runtime = cri.CriRuntime(tmp_path / "nobody")
+    runtime = cri.Cri(cri.Connection(tmp_path / "nobody"))
     try:
         async with asyncio.timeout(waiting.limit(60)):
             with pytest.raises(base.RuntimeGoneError):
-                await runtime._pull_image("r.e/a:b", None, "nodeagent-pull-x", 5.0)
+                await runtime.pull("r.e/a:b", None, "nodeagent-pull-x", 5.0)
     finally:
-        await runtime.close()
+        await runtime.connection.close()
 
-    assert runtime.trips == 0
+    assert runtime.connection.breaker.total == 0
 
 
 _DIE = """
@@ -145,25 +145,25 @@ async def test_breaker_trips_once_for_a_broken_connection_and_never_for_an_answe
     socket = tmp_path / "socket"
     command = (sys.executable, "-c", _DIE, str(socket))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    runtime = cri.CriRuntime(socket)
+    runtime = cri.Cri(cri.Connection(socket))
     try:
         assert process.stdout is not None and await process.stdout.readline() == b"ready\n"
         with pytest.raises(base.RuntimeCallError, match="locked") as answered:
-            await runtime._image_paths()
+            await runtime.image_paths()
         assert not isinstance(answered.value, base.RuntimeGoneError)
         lease = "nodeagent-pull-x"
-        waiting = [runtime._pull_image(f"r.e/a:{n}", None, lease, 30.0) for n in range(4)]
+        waiting = [runtime.pull(f"r.e/a:{n}", None, lease, 30.0) for n in range(4)]
         pulls = [asyncio.create_task(each) for each in waiting]
         while runtime.connection.channel().get_state() != grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0)
         with pytest.raises(base.RuntimeGoneError):
-            await runtime._pull_image("r.e/die:1", None, lease, 30.0)
+            await runtime.pull("r.e/die:1", None, lease, 30.0)
         ended = await asyncio.gather(*pulls, return_exceptions=True)
     finally:
-        await runtime.close()
+        await runtime.connection.close()
         if process.returncode is None:
             process.kill()
         await process.wait()
 
     assert [type(each) for each in ended] == [base.RuntimeGoneError] * 4
-    assert runtime.trips == 1
+    assert runtime.connection.breaker.total == 1

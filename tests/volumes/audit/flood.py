@@ -13,7 +13,7 @@ from tests.testbed import constants
 from tests.testbed.waiting import until_async
 from volumes.audit.logs import follower as followers
 from volumes.audit.logs import matcher, patterns
-from volumes.audit.settings import LogSettings
+from volumes.settings import LogSettings
 
 LINE = (
     b'2026-01-01T00:00:00Z stderr F I1121 kubelet.go:2463] "SyncLoop UPDATE" source="api" n=%07d\n'

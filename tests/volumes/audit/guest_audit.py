@@ -15,13 +15,13 @@ from typing import Any
 
 from kube.settings import KubeletSettings
 from linux import kmsg
-from nodeagent import reporter as reporting
 from tests.testbed import constants, waiting
+from tests.volumes.audit import world
 from volumes.audit import service, status
 from volumes.audit.logs import follower, matcher, patterns
-from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView
 from volumes.probe import prober
+from volumes.settings import AuditSettings, ClusterSettings, RepairSettings
 
 CONF, MONITOR, SECRET, _ = sys.argv[1:]
 KUBELET = Path("/tmp/kubelet")
@@ -61,7 +61,7 @@ async def main() -> None:
     LOG.touch()
     cluster = {"name": "c1", "monitors": [MONITOR], "user": "admin", "secret_file": SECRET}
     verdicts: dict[str, str] = {}  # as the guard's probes say them
-    audit = service.Audit(
+    audit = world.audit(
         constants.made(
             AuditSettings,
             settle="500ms",
@@ -71,10 +71,8 @@ async def main() -> None:
             logs={"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
             rules={"audit-blind": {"enabled": False}},
         ),
-        [ClusterSettings.model_validate(cluster)],
-        drivers=("rbd",),
-        state_dir=Path("/tmp/state"),
-        reporter=reporting.Findings(),
+        Path("/tmp/state"),
+        clusters=[ClusterSettings.model_validate(cluster)],
         guard=lambda: GuardView(enforcing=True, verdicts=verdicts),
         kubelet=KubeletSettings(root_dir=KUBELET),
     )

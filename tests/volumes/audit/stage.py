@@ -14,12 +14,13 @@ from typing import Any
 
 import kit.findings
 from kube.settings import KubeletSettings
-from nodeagent import reporter as reporting
+from nodeagent import state as reporting
 from tests.testbed import blockdev, constants, waiting
+from tests.volumes.audit import world
 from volumes.audit import service, status
 from volumes.audit.logs import matcher
-from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
+from volumes.settings import AuditSettings, ClusterSettings
 
 HOLDER = Path(__file__).with_name("holder.py")
 # How long a test waits for what must come; how long it takes is measured in tests/bench.
@@ -264,6 +265,10 @@ class Watching:
             condition, PATIENCE, what, detail=lambda: status.findings(self.audit)
         )
 
+    async def reconcile(self, settings: AuditSettings, **changed: Any) -> None:
+        new = self.audit.wanted.model_copy(update={"audit": settings, **changed})
+        assert await self.audit.reconcile(new) == []
+
     async def finding(self, device: str, rule: str) -> dict[str, Any]:
         found = await self.until(lambda: self.found(device, rule), f"{rule} of {device}")
         first: dict[str, Any] = found[0]
@@ -280,15 +285,15 @@ async def watching(
 ) -> AsyncIterator[Watching]:
     """``hits``: log lines that are known before the first look."""
     reporter = reporting.Findings()
-    audit = service.Audit(
+    clusters = [ClusterSettings.model_validate(each) for each in more.pop("clusters", ())]
+    given = {"drivers": ("loop",), "guard": lambda: GuardView(enforcing=True), **more}
+    audit = world.audit(
         configuration,
-        [ClusterSettings.model_validate(each) for each in more.pop("clusters", ())],
-        drivers=more.pop("drivers", ("loop",)),
-        state_dir=stage.folder / "state",
+        stage.folder / "state",
         reporter=reporter,
-        guard=more.pop("guard", lambda: GuardView(enforcing=True)),
         kubelet=KubeletSettings(root_dir=stage.kubelet),
-        **more,
+        clusters=clusters,
+        **given,
     )
     if hits:
         audit._load_patterns(configuration)

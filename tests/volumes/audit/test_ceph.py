@@ -17,7 +17,7 @@ from tests.testbed import blockdev, leftovers, waiting
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.settings import AuditSettings, ClusterSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -114,9 +114,8 @@ async def test_version_skew_against_the_expected_version(
     fitting = cluster(ceph, secret, expected_version="16.2")
     async with watching(stage, asking(stage), clusters=fitting) as watch:
         await watch.until(lambda: states(watch).get("ceph-version-skew") == "ok", "asked")
-        await watch.audit.reconcile(
-            watch.audit.settings, cluster(ceph, secret, expected_version="17.2")
-        )
+        newer = cluster(ceph, secret, expected_version="17.2")
+        await watch.reconcile(watch.audit.settings, clusters=tuple(newer))
         found = await watch.finding("", "ceph-version-skew")
         assert "expected 17.2, found 16.2.15" in found["message"]
         assert "this node's client 16.2.15" in found["message"]
@@ -217,9 +216,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
     doctored = cluster(ceph, secret, expected_version="17.2")
     async with watching(stage, asking(stage), clusters=doctored) as watch:
         found = await watch.finding("", "ceph-version-skew")
-        await watch.audit.reconcile(
-            asking(stage, cluster_timeout="3s", names=[f"{blockdev.NAMES}*"])
-        )
+        await watch.reconcile(asking(stage, cluster_timeout="3s", names=[f"{blockdev.NAMES}*"]))
         with ceph.frozen("mon"):
             await watch.until(
                 lambda: states(watch).get("ceph-version-skew") == "unknown", "unknown"
@@ -234,7 +231,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
             assert "c1" in still[0]["evidence"]["not_looked_at_again"]
             await watch.audit.round()  # the node itself is still scanned, at once
             assert watch.audit.inventory is not None
-        await watch.audit.reconcile(asking(stage))
+        await watch.reconcile(asking(stage))
         await watch.until(lambda: states(watch)["ceph-feature-skew"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 

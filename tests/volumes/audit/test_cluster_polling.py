@@ -14,7 +14,7 @@ from ceph.protocol import CephCredentials, ClusterView
 from tests.testbed import waiting
 from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.settings import AuditSettings, ClusterSettings
 
 CLUSTER = ClusterSettings.model_validate(
     {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}

@@ -11,19 +11,25 @@ from hypothesis import strategies as st
 
 from kit.findings import Finding, Severity
 from linux.rbd_sysfs import RbdClient
-from tests.testbed import examples
+from tests.testbed import constants, examples
 from tests.volumes.audit.world import INVENTORY, device
 from volumes.audit import repair
-from volumes.audit.repair import Case, Policy, Sight, Step
+from volumes.audit.repair import Case, Sight, Step
 from volumes.audit.types import GuardView
+from volumes.settings import RepairSettings
 
 NOW = 1_000_000.0
 CASE = Case("rbd/a#rbd0#7", "rbd/a", "rbd0")
 FREE = Sight(mapped=True, broken="blocklisted", free_since=NOW - 100)
 
 
+def _policy(**given: Any) -> RepairSettings:
+    policy: RepairSettings = constants.made(RepairSettings, **given)
+    return policy
+
+
 def _decide(sight: Sight, case: Case = CASE, **policy: Any) -> repair.Decision:
-    return repair.decide(case, sight, Policy(**policy), NOW, [])
+    return repair.decide(case, sight, _policy(**policy), NOW, [])
 
 
 def test_free_and_broken_mapping_is_unmapped() -> None:
@@ -54,7 +60,9 @@ def test_anything_else_is_left_alone(sight: Sight, why: str) -> None:
 
 def test_limits_count_attempts_that_were_begun() -> None:
     def step(*attempts: tuple[str, float]) -> Step | None:
-        return repair.decide(CASE, FREE, Policy(per_hour=3, per_volume=2), NOW, attempts).step
+        return repair.decide(
+            CASE, FREE, constants.made(RepairSettings, per_hour=3, per_volume=2), NOW, attempts
+        ).step
 
     other, long_ago = ("rbd/b", NOW - 10), ("rbd/a", NOW - repair.DAY - 1)
     assert step(other, other, long_ago, long_ago) is Step.UNMAP
@@ -121,7 +129,7 @@ def test_mappings_of_the_same_kernel_client_are_named() -> None:
 class Node:
     """A node whose agent may be killed after each write and each effect. ``lines``: the journal."""
 
-    def __init__(self, choose: random.Random, policy: Policy) -> None:
+    def __init__(self, choose: random.Random, policy: RepairSettings) -> None:
         self.choose, self.policy = choose, policy
         self.lines: list[dict[str, Any]] = []
         self.now = NOW
@@ -187,7 +195,7 @@ class Node:
 
 
 _policies = st.builds(
-    Policy, settle=st.sampled_from([0.0, 60.0]), per_hour=st.integers(1, 3),
+    _policy, settle=st.sampled_from([0.0, 60.0]), per_hour=st.integers(1, 3),
     per_volume=st.integers(1, 3), follow=st.sampled_from([10.0, 900.0]), taint=st.booleans(),
 )  # fmt: skip
 
@@ -195,7 +203,7 @@ _policies = st.builds(
 @settings(max_examples=examples.number(150))
 @given(st.randoms(use_true_random=False), _policies)
 def test_killed_agents_unmap_only_what_is_free_and_end_at_rest(
-    choose: random.Random, policy: Policy
+    choose: random.Random, policy: RepairSettings
 ) -> None:
     node = Node(choose, policy)
     for _ in range(40):

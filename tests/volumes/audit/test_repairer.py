@@ -9,35 +9,17 @@ from typing import Any
 
 import pytest
 
-import kit.errors
-from linux import blockdev
 from tests.testbed import constants, waiting
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, run, settings, watching
+from tests.volumes.audit.world import Cluster
 from volumes.audit import status
 from volumes.audit.logs import matcher
-from volumes.audit.settings import RepairSettings
 from volumes.audit.types import GuardView
 from volumes.guard import explain
+from volumes.settings import RepairSettings
 
 pytestmark = pytest.mark.real
-
-
-class Cluster:
-    """Who claims volumes, and the node's taint."""
-
-    def __init__(self) -> None:
-        self.claim = ""
-        self.silent = False
-        self.taints: list[bool] = []
-
-    async def claims(self, device: blockdev.BlockDevice) -> str:
-        if self.silent:
-            raise kit.errors.HostError("VolumeAttachment", "no answer within 3s", "")
-        return self.claim
-
-    async def taint(self, wanted: bool) -> None:
-        self.taints.append(wanted)
 
 
 def hit(device: str) -> matcher.Hit:
@@ -55,7 +37,7 @@ async def broken(
     wanted = constants.made(RepairSettings, **{"mode": "on", "settle": "300ms", **repair})
     async with watching(
         stage, settings(stage), hits=[hit(device)], guard=lambda: view, repair=wanted,
-        claims=cluster.claims, taint=cluster.taint,
+        cluster=cluster,
     ) as watch:  # fmt: skip
         await watch.finding(device, "log-rbd-watch-lost")
         yield watch

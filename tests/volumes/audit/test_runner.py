@@ -11,9 +11,9 @@ import kit.errors
 import kit.files
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import actions
-from volumes.audit.settings import ActionSettings
+from volumes.settings import ActionSettings
 
-STEP = actions.ActionPlan(actions.DETACH, "leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
+STEP = actions.ActionPlan("leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
 
 
 async def again() -> list[actions.ActionPlan]:

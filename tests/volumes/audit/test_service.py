@@ -7,13 +7,12 @@ import pytest
 
 import kit.room
 from linux import netlink
-from nodeagent import reporter as reporting
 from tests.volumes.audit import world
 from volumes import metrics
-from volumes.audit import service, status
+from volumes.audit import status
 from volumes.audit.inventory import model, scan
 from volumes.audit.logs import matcher
-from volumes.audit.settings import AuditSettings
+from volumes.settings import AuditSettings
 
 
 async def test_a_short_lived_private_copy_is_not_raised(
@@ -44,12 +43,7 @@ async def test_a_short_lived_private_copy_is_not_raised(
     monkeypatch.setattr("time.time", lambda: now)
     for lasts in (False, True):
         deep_looks = 0
-        audit = service.Audit(
-            world.scene().settings,
-            drivers=("rbd",),
-            state_dir=tmp_path,
-            reporter=reporting.Findings(),
-        )
+        audit = world.audit(world.scene().settings, tmp_path)
         monkeypatch.setattr(audit.scanner, "scan", look)
         for after, looks in ((0.0, 1), (10.0, 1), (6.0, 2), (20.0, 2)):
             now += after
@@ -74,9 +68,7 @@ async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
         hidden = ("3 processes may not be read",) if request.deep else ()
         return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=(), deep_gaps=hidden)
 
-    audit = service.Audit(
-        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
-    )
+    audit = world.audit(world.scene().settings, tmp_path)
     monkeypatch.setattr(audit.scanner, "scan", look)
     for _ in range(failures):
         assert await audit.round() is None
@@ -102,9 +94,7 @@ async def test_a_quick_look_that_works_does_not_make_up_for_a_failed_visit(
         devices = (leaked,) if looks[1:] else ()
         return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=devices, host=())
 
-    audit = service.Audit(
-        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
-    )
+    audit = world.audit(world.scene().settings, tmp_path)
     monkeypatch.setattr(audit.scanner, "scan", look)
     assert await audit.round() is not None
     for _ in range(2):
@@ -133,10 +123,9 @@ async def test_devices_that_uevents_name_are_read_again(
             raise scan.BlindError("volume audit", "no answer", "")
         return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=())
 
-    audit = service.Audit(
-        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
-    )
-    audit._uevents = Uevents()  # type: ignore[assignment]
+    audit = world.audit(world.scene().settings, tmp_path)
+    audit._node._uevents = Uevents()  # type: ignore[assignment]
+    audit._node.devices.append(audit._devices_changed)
     monkeypatch.setattr(audit.scanner, "scan", look)
     await audit.round()
     await audit.round()
@@ -157,15 +146,13 @@ async def test_devices_that_uevents_name_are_read_again(
 
 async def test_a_disabled_audit_does_nothing(tmp_path: Path) -> None:
     disabled = AuditSettings(enabled=False)
-    audit = service.Audit(
-        disabled, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
-    )
+    audit = world.audit(disabled, tmp_path)
     await audit.start()
     assert audit.health() == kit.room.Health(alive=True, ready=True)
     assert list(metrics.of_audit(audit)) == []
     assert audit.follower is None and audit.scanner.scans == 0
-    assert await audit.reconcile(disabled) == []
-    assert await audit.reconcile(AuditSettings(enabled=True)) == ["audit.enabled"]
+    assert await audit.reconcile(world.wanted(disabled)) == []
+    assert await audit.reconcile(world.wanted(AuditSettings(enabled=True))) == ["audit.enabled"]
     assert audit.health().reasons == ()
     await audit.stop()
 
@@ -180,12 +167,7 @@ async def test_log_lines_about_devices_that_are_left_out_do_not_count(
         asked.append(request.names)
         return dataclasses.replace(world.INVENTORY, deep=request.deep)
 
-    audit = service.Audit(
-        AuditSettings.model_validate({"names": ["rbd0", "rbd1"]}),
-        drivers=("rbd",),
-        state_dir=tmp_path,
-        reporter=reporting.Findings(),
-    )
+    audit = world.audit(AuditSettings.model_validate({"names": ["rbd0", "rbd1"]}), tmp_path)
     monkeypatch.setattr(audit.scanner, "scan", look)
     audit._load_patterns(audit.settings)
     named = ("rbd0", "rbd0p1", "rbd1", "rbd2", "rbd2p1", "")
@@ -198,7 +180,8 @@ async def test_log_lines_about_devices_that_are_left_out_do_not_count(
 
     await audit.round()
     assert about() == {"rbd0", "rbd0p1", "rbd1", ""}
-    await audit.reconcile(audit.settings.model_copy(update={"names": ("rbd1",)}))
+    new = audit.settings.model_copy(update={"names": ("rbd1",)})
+    await audit.reconcile(world.wanted(new))
     await audit.round()
     assert {hit.device for hit in audit._scene().logs} == {"rbd1", ""}
     assert set(asked) == {("rbd0", "rbd1"), ("rbd1",)}

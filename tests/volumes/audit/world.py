@@ -1,15 +1,23 @@
 """Small inventories and views for the pure tests of the rules."""
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import kit.errors
+import kit.findings
 from ceph.protocol import ClusterView, ImageView, Lock, Watcher
+from kube.settings import KubeletSettings, ThisNode
 from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
+from nodeagent import state as reporting
+from volumes.audit import service
 from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
 from volumes.audit.rules.base import AuditRule, Outcome
-from volumes.audit.settings import AuditSettings
-from volumes.audit.types import LogHit, Scene, Severity, Trouble
+from volumes.audit.types import GuardView, LogHit, Scene, Severity, Trouble
+from volumes.node.watch import NodeWatch
+from volumes.settings import AuditSettings, GuardSettings, RepairSettings, VolumesSettings
 
 IMAGE = RbdImage(pool="rbd", name="csi-vol-1", fsid="f1")
 DEVICE = BlockDevice(
@@ -121,3 +129,57 @@ def log_hit(**changes: Any) -> LogHit:
         "hint": "unmap-failed",
     }
     return LogHit(**(fields | changes))
+
+
+class Cluster:
+    """Who claims volumes, and the node's taint."""
+
+    def __init__(self) -> None:
+        self.claim = ""
+        self.silent = False
+        self.taints: list[bool] = []
+
+    async def attached_here(self, device: BlockDevice) -> str:
+        if self.silent:
+            raise kit.errors.HostError("VolumeAttachment", "no answer within 3s", "")
+        return self.claim
+
+    async def taint(self, wanted: bool) -> None:
+        self.taints.append(wanted)
+
+
+def wanted(
+    settings: AuditSettings,
+    *,
+    clusters: Any = (),
+    drivers: tuple[str, ...] = ("rbd",),
+    repair: RepairSettings | None = None,
+    kubelet: KubeletSettings | None = None,
+) -> VolumesSettings:
+    """Settings of the room around those of the audit."""
+    room = VolumesSettings(
+        audit=settings,
+        clusters=tuple(clusters),
+        guard=GuardSettings(drivers=drivers),
+        repair=repair or RepairSettings(),
+    )
+    return room.at(ThisNode(kubelet=kubelet or KubeletSettings()))
+
+
+def audit(
+    settings: AuditSettings,
+    folder: Path,
+    *,
+    reporter: kit.findings.Reporter | None = None,
+    guard: Callable[[], GuardView | None] = lambda: None,
+    cluster: Cluster | None = None,
+    **more: Any,
+) -> service.Audit:
+    return service.Audit(
+        wanted(settings, **more),
+        cluster or Cluster(),  # type: ignore[arg-type]
+        NodeWatch(),
+        state_dir=folder,
+        reporter=reporter or reporting.Findings(),
+        guard=guard,
+    )

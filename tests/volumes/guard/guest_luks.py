@@ -28,7 +28,7 @@ async def encrypted(
     kind: str,
 ) -> None:
     """``kind``: luks1 or luks2."""
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
     opened = f"secret-{kind}"
     mapper = f"/dev/mapper/{opened}"
@@ -72,7 +72,7 @@ async def encrypted(
         "the mapping's entry",
         lambda: (
             (known := guard.manager.known.get(name))
-            and (entry := guard.ledger.get(known.device.volume))
+            and (entry := guard.executor.ledger.get(known.device.volume))
             and entry.type == "ext4"
         ),
     )

@@ -38,7 +38,7 @@ async def attached(
     until: Callable[[str, Callable[[], Any]], Awaitable[None]],
 ) -> None:
     """``nbd-blank`` is blank, ``nbd-other`` has content that no probe knows."""
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
     device = await mapped(run, say, conf, "nbd-blank")
     name = os.path.basename(device)
@@ -55,7 +55,9 @@ async def attached(
     say(f"nbd volume {found.volume}")
     (seen,) = (each for each in blockdev.scan(["nbd"]) if each.name == name)
     say(f"nbd image {seen.image and seen.image.name}")
-    await until("the ledger", lambda: (e := guard.ledger.get(found.volume)) and e.type == "ext4")
+    await until(
+        "the ledger", lambda: (e := guard.executor.ledger.get(found.volume)) and e.type == "ext4"
+    )
     try:
         await asyncio.to_thread(_unmap, found)
     except kit.errors.RefusedError as error:

@@ -25,7 +25,7 @@ async def published(
     until: Callable[[str, Callable[[], Any]], Awaitable[None]],
 ) -> None:
     """``guard`` is stopped in here, as if the agent were killed."""
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
     device = attach("raw")
     status = os.stat(device)

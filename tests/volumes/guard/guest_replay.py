@@ -23,8 +23,9 @@ from linux import blockdev
 from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
+from tests.volumes.guard.world import witness
 from volumes import settings
-from volumes.guard import canary, controller
+from volumes.guard import canary, controller, without_agent
 from volumes.guard import status as volume_status
 from volumes.guard.kernel import Mode
 
@@ -101,11 +102,13 @@ async def main() -> None:
 
     clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
     canary.DEADLINE_SECONDS = 60.0  # its child is a python, too
-    guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
+    guard = controller.Controller(
+        wanted, clusters, witness(), state_dir=Path("/run/state"), changed=changed
+    )
     await guard.start()
-    kernel = guard.guard
+    kernel = guard.in_force.guard
     assert kernel is not None
-    status = await volume_status.without_agent(wanted, Path("/run/state"))
+    status = await without_agent.kernel_status(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
     # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.
@@ -125,8 +128,9 @@ async def main() -> None:
     identity = blockdev.identify(name)
     assert identity is not None and identity.image is not None
     say(f"volume {identity.volume}")
-    await until("the ledger", lambda: (guard.ledger.get(identity.volume) or identity).title
-                and (e := guard.ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
+    ledger = guard.executor.ledger
+    await until("the ledger", lambda: (ledger.get(identity.volume) or identity).title
+                and (e := ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
     online = await in_thread("resize2fs", device)
     say(f"resize2fs while mounted {online.returncode}")
     run("umount", TARGET)
@@ -172,7 +176,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.mirror.ask(identity.image, Extents())
+    answer = await guard.executor.mirror.ask(identity.image, Extents())
     say(f"metadata {answer.mirror} extents {answer.extents}")
     for kind in ("luks1", "luks2"):
         secret = attach(f"secret-{kind}")

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard.guest_shell import run, say
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
@@ -128,7 +129,7 @@ async def main() -> None:
         probe_timeout=60, lease=LEASE_SECONDS,
         settle=2,  # no lease before the first mkfs, however slow that is
     )  # fmt: skip
-    guard = controller.Controller(wanted, (), state_dir=Path("/run/state"))
+    guard = controller.Controller(wanted, (), witness(), state_dir=Path("/run/state"))
     await guard.start()
 
     plain = Csi("plain")
@@ -160,10 +161,10 @@ async def main() -> None:
     # What holds data is looked at, and let go.
     full = Csi("full")
     device = full.attach()
-    assert guard.guard is not None
-    guard.guard.set_mode(Mode.DRY_RUN)
+    assert guard.in_force.guard is not None
+    guard.in_force.guard.set_mode(Mode.DRY_RUN)
     await asyncio.to_thread(run, "dd", "if=/dev/urandom", f"of={device}", "bs=1M", "count=1")
-    guard.guard.set_mode(Mode.ENFORCE)
+    guard.in_force.guard.set_mode(Mode.ENFORCE)
     await detached(full, device)
     device = full.attach()
     done = await asyncio.to_thread(run, "mkfs.ext4", "-F", device)

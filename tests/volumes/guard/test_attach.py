@@ -21,7 +21,7 @@ from nodeagent import main
 from tests.testbed import blockdev, cell, constants, faultfs, grave, waiting
 from tests.testbed.agent import Agent
 from volumes import settings
-from volumes.guard import attaching, kernel, override
+from volumes.guard import kernel, override, without_agent
 
 pytestmark = pytest.mark.real
 
@@ -48,7 +48,7 @@ class Node:
         if text is not None:
             self.file.write_text(text)
         found = main.Context(self.file, None).section("volumes", self.copy if copied else None)
-        return asyncio.run(attaching.attach(found))
+        return asyncio.run(without_agent.attach(found))
 
     def present(self) -> kernel.Present:
         guard = self.where.guard()

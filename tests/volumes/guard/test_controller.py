@@ -14,6 +14,7 @@ import pytest
 from linux import blockdev as blockdev_of_linux
 from tests.testbed import blockdev, cell, constants, grave, waiting
 from tests.volumes.guard import hammer
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import controller, kernel, lease
 
@@ -216,7 +217,7 @@ async def test_a_new_device_leaves_the_mode_that_a_command_set(
 ) -> None:
     """The agent has not read yet that the mode is another one."""
     weak = constants.made(settings.GuardSettings, **cell.settings(where, mode="dry-run"))
-    made = controller.Controller(weak, (), state_dir=tmp_path)
+    made = controller.Controller(weak, (), witness(), state_dir=tmp_path)
     direct = where.guard()
     try:
         await made.apply(weak)
@@ -225,7 +226,7 @@ async def test_a_new_device_leaves_the_mode_that_a_command_set(
         mapping = blockdev_of_linux.BlockDevice(
             "dm-77", (4094, 77), "device-mapper", 2**20, False, below=(disk,)
         )
-        made._cover(mapping)
+        made.in_force.cover(mapping)
         present = direct.read()
         assert mapping.number in present.devices
         assert present.mode is kernel.Mode.ENFORCE

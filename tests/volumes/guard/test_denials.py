@@ -4,7 +4,7 @@ import pytest
 import structlog.testing
 
 from tests.testbed import waiting
-from volumes.guard import denials, events, pace, windows
+from volumes.guard import denials, kernel, pace, reports
 from volumes.probe.examine import Kind
 
 
@@ -18,7 +18,7 @@ def _denial(device: str = "rbd0", program: str = "mkfs.ext4", **more: object) ->
 
 def _caller(minor: int) -> bytes:
     """A key of the kernel's map."""
-    return events.Event(1.0, 9, 1, 0, (252, minor), True, "mkfs.ext4", "", ()).caller
+    return kernel.Event(1.0, 9, 1, 0, (252, minor), True, "mkfs.ext4", "", ()).caller
 
 
 def test_denial_followed_by_lease_is_not_reported() -> None:
@@ -111,7 +111,7 @@ def test_where_all_are_too_many_the_largest_share_gives_room() -> None:
 async def test_windows_are_bounded_and_tell_each_caller_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(reports, "WINDOW_SECONDS", 0.05)
     more: list[tuple[str, int]] = []
     counts = {_caller(0): 7}
 
@@ -119,24 +119,24 @@ async def test_windows_are_bounded_and_tell_each_caller_once(
         counts[caller] = counts.get(caller, 0)
         return counts[caller]
 
-    kept = windows.Windows(held_back, lambda denial, count: more.append((denial.device, count)))
+    kept = reports.Windows(held_back, lambda denial, count: more.append((denial.device, count)))
     with structlog.testing.capture_logs() as lines:
-        for number in range(2 * windows.MOST_WINDOWS):
+        for number in range(2 * reports.MOST_WINDOWS):
             name = f"rbd{number}"
             if kept.joined(name) is None:
                 kept.open(name, _denial(name), _caller(number))
-        assert len(lines) == windows.MOST_WINDOWS + 1  # the others share one
+        assert len(lines) == reports.MOST_WINDOWS + 1  # the others share one
         assert kept.joined("rbd0") == _denial("rbd0")
         counts[_caller(0)] += 100
-        counts[_caller(2 * windows.MOST_WINDOWS - 1)] = 5  # one that shares a window
-        counts[events.whole_device(_caller(1))] = 20  # of callers that were not told at all
+        counts[_caller(2 * reports.MOST_WINDOWS - 1)] = 5  # one that shares a window
+        counts[kernel.whole_device(_caller(1))] = 20  # of callers that were not told at all
 
         def again() -> list[int]:
             return sorted(each["times"] for each in lines if each["event"].endswith("again"))
 
         await waiting.until_async(lambda: len(again()) >= 3, 5, "the ends of three windows")
-        assert again() == [20, 108, windows.MOST_WINDOWS - 1 + 5]
-        last = f"rbd{2 * windows.MOST_WINDOWS - 1}"
+        assert again() == [20, 108, reports.MOST_WINDOWS - 1 + 5]
+        last = f"rbd{2 * reports.MOST_WINDOWS - 1}"
         assert {("rbd0", 107), ("rbd1", 20), (last, 5)} <= set(more)
         # Nothing followed in the next window: nobody is kept, and no timer runs.
         await waiting.until_async(lambda: not kept._open, 5, "the windows to end")
@@ -145,9 +145,9 @@ async def test_windows_are_bounded_and_tell_each_caller_once(
 
 async def test_callers_of_one_attempt_each_have_no_count_told_twice() -> None:
     counts = {_caller(0): 7}
-    kept = windows.Windows(lambda caller: counts.get(caller, 0), lambda *_: None)
+    kept = reports.Windows(lambda caller: counts.get(caller, 0), lambda *_: None)
     assert kept._count(_caller(0)) == 7
-    for number in range(1, 2 * windows.MOST_REMEMBERED):
+    for number in range(1, 2 * reports.MOST_REMEMBERED):
         assert kept._count(_caller(number)) == 0
     counts[_caller(0)] = 9
     assert kept._count(_caller(0)) == 2

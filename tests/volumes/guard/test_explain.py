@@ -13,7 +13,7 @@ import pytest
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from volumes.guard import explain, status
-from volumes.guard.doubt import Doubt
+from volumes.guard.pace import Doubt
 from volumes.guard.steps import Known
 from volumes.ledger.mirror import Answer
 from volumes.ledger.statement import Statement

@@ -9,6 +9,7 @@ import pytest
 import kit.errors
 from kit.findings import Severity
 from linux import bpf
+from tests.volumes.guard.world import witness
 from volumes import doctor, settings
 from volumes.guard import controller, kernel, override, status
 
@@ -27,9 +28,11 @@ PROGRAM = bpf.ProgramInfo(1, kernel.PROGRAM, "", 0, ())
 async def test_a_guard_that_lacks_something_says_what(
     tmp_path: Path, attached: bool, pinned: bool, no_watch: str, rule: str | None
 ) -> None:
-    control: Any = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path)
-    control.guard = SimpleNamespace(no_watch=no_watch)
-    control.present = kernel.Present(
+    control: Any = controller.Controller(
+        settings.GuardSettings(), (), witness(), state_dir=tmp_path
+    )
+    control.in_force.guard = SimpleNamespace(no_watch=no_watch)
+    control.in_force.present = kernel.Present(
         kernel.Mode.ENFORCE, frozenset({252}), programs=(PROGRAM,) * attached, pinned=pinned
     )
     lacks = {"leases-outlive-disks", "guard-not-pinned"}
@@ -54,9 +57,9 @@ async def test_a_kernel_that_takes_no_program_is_critical_and_doctor_says_it(
     )
     monkeypatch.setattr(override, "handle", lambda *_: handle)
     wanted = settings.GuardSettings(mode="enforce")
-    control: Any = controller.Controller(wanted, (), state_dir=tmp_path)
-    await control._attach()
-    assert control.manager.leases is None, "where nothing refuses, nothing is granted"
+    control: Any = controller.Controller(wanted, (), witness(), state_dir=tmp_path)
+    control._use(await control.in_force.attach())
+    assert control.executor.leases is None, "where nothing refuses, nothing is granted"
     (found,) = status.findings(control, 0.0)
     assert (found.rule, found.severity) == ("guard-not-in-force", Severity.CRITICAL)
     assert "does not take it" in found.message

@@ -112,7 +112,7 @@ async def test_what_an_operator_permits_is_kept_for_the_next_stage(
 
 
 async def test_an_unused_lease_ends_the_hold(world: World) -> None:
-    world.manager.settings = world.manager.settings.model_copy(update={"lease": 1.0})
+    world.manager.checks.settings = world.manager.checks.settings.model_copy(update={"lease": 1.0})
     world.manager.denied("rbd99", DEVICE)
     await waiting.until_async(lambda: world.map, 30, "the lease")
     await waiting.until_async(lambda: not world.holds.names, 30, "the end of the hold")
@@ -123,7 +123,7 @@ async def test_a_device_that_is_gone_or_another_is_not_held(world: World) -> Non
     await waiting.until_async(lambda: world.map, 30, "the lease")
     world.device = dataclasses.replace(DEVICE, diskseq=8)
     world.verdict = dataclasses.replace(BLANK, diskseq=8)
-    world.manager.replaced(world.manager.known["rbd99"])
+    world.manager.checks.replaced(world.manager.known["rbd99"])
     assert not world.holds.names
     await settled(world)
     world.manager.denied("rbd99", world.device)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 from linux import blockdev
 from volumes import settings
-from volumes.guard import events, kernel
+from volumes.guard import kernel
 
 
 def test_event_unpacks_program_layout() -> None:
     raw = struct.pack("=QQ6I16s16s256s", 5_000_000_000, 25, 7, 6, 252, 0, 2, 12,
                       b"mkfs.ext4", b"csi", b"mkfs\0-F\0/dev\0garbage")  # fmt: skip
-    event = events.Event.unpack(raw + bytes(8))
+    event = kernel.Event.unpack(raw + bytes(8))
     assert (event.time, event.number, event.denied) == (5.0, (252, 0), True)
     assert (event.program, event.arguments) == ("mkfs.ext4", ("mkfs", "-F", "/dev"))
 

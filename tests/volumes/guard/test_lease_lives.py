@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import pytest
 
 from tests.testbed import examples
-from volumes.guard import kernel, lease, raw_block
+from volumes.guard import kernel, lease
 from volumes.guard.lease import Step
 from volumes.ledger.store import Entry, Knowledge, merge
+from volumes.node import raw_block
 from volumes.probe.examine import Kind, Verdict
 
 

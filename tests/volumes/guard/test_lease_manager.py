@@ -23,22 +23,34 @@ from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
-from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
+from tests.volumes.guard.world import (
+    BLANK,
+    DEVICE,
+    EXT4,
+    IMAGE,
+    NO_ANSWER,
+    PUBLISHED,
+    SIZE,
+    World,
+    witness,
+)
 from volumes import settings
 from volumes.guard import (
+    checks,
     controller,
     denials,
-    doubt,
     explain,
     kernel,
     lease,
     lease_manager,
-    raw_block,
+    pace,
     status,
     steps,
 )
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
+from volumes.node import raw_block
+from volumes.node.watch import RawBlockWatch
 from volumes.probe.examine import Kind, Verdict
 
 
@@ -155,8 +167,8 @@ async def test_growth_keeps_the_permission_of_a_raw_volume(world: World) -> None
 
 async def test_lease_of_a_partition_needs_a_living_agent(world: World) -> None:
     part = dataclasses.replace(DEVICE, name="rbd99p1", number=(259, 1), parent="rbd99")
-    assert world.manager._grace(DEVICE) == 0
-    assert world.manager._grace(part) == lease.GRACE_SECONDS
+    assert world.manager.executor.grace(DEVICE) == 0
+    assert world.manager.executor.grace(part) == lease.GRACE_SECONDS
 
 
 @pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
@@ -366,7 +378,7 @@ async def test_a_write_during_the_last_look_at_an_unused_lease_gets_a_lease_and_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That look was not asked for by a writer, and would answer him "the next attempt gets one"."""
-    monkeypatch.setattr(lease_manager, "LEASED_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
     await world.checked()
     probe, refused = world.probe, list[denials.Denial]()
 
@@ -449,7 +461,7 @@ async def test_slow_is_not_missing_until_a_second_look_agrees(
         assert not (await looked_again(world)).doubt.looks
     world.verdict = dataclasses.replace(EXT4, verdict=kind)
     await looked_again(world)
-    monkeypatch.setattr(doubt, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "DOUBT_SECONDS", 0.0)
     known = await looked_again(world)
     assert known.missing == "ext4 u1"
     assert content_findings(known)["content-missing"] == "critical"
@@ -559,14 +571,15 @@ async def test_monitor_that_no_mapping_was_given_concerns_every_device(world: Wo
         client = RbdClient("0", "", "", config=f"{monitors} name=x,key=client.x rbd a -")
         device = dataclasses.replace(DEVICE, name=name, client=client)
         world.manager.known[name] = steps.Known(device)
-    now, errors = time.monotonic(), world.manager.errors
+    now, errors = time.monotonic(), world.manager.checks.errors
     errors.note("libceph: mon0 (1)10.0.0.8:6789 session lost, hunting for new mon", now - 1)
     world.device = world.manager.known["rbd99"].device
     assert (await world.checked()).reasons == (), "of the other device's monitor"
     errors.note("libceph: mon2 (1)10.7.7.7:6789 session lost, hunting for new mon", now)
     world.map.clear()
     again = world.new_manager()
-    again.errors, again.known = errors, {"rbd98": world.manager.known["rbd98"]}
+    again.checks.errors = errors
+    again.known["rbd98"] = world.manager.known["rbd98"]
     try:
         (reason,) = (await world.checked(again)).reasons
         assert "the kernel logged an I/O error" in reason
@@ -633,7 +646,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
     try:
         for _ in range(tries):
             with pytest.raises(TimeoutError):
-                await world.manager._save(store.Entry("volume"))
+                await world.manager.executor.save(store.Entry("volume"))
         async with asyncio.timeout(waiting.limit(60)):
             assert await asyncio.to_thread(lambda: "here") == "here"
     finally:
@@ -690,7 +703,7 @@ async def test_at_the_start_what_cannot_be_looked_at_takes_nothing_back(
     """Nodes in a tmpfs whose numbers nobody tells in time; a kubelet's table that fails."""
     monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset({1}), {b"1": 1}))
     told: list[tuple[raw_block.Table, bool]] = []
-    watch = raw_block.Watch(lambda table, whole: told.append((table, whole)))
+    watch = RawBlockWatch(lambda table, whole: told.append((table, whole)))
     row = PUBLISHED.replace(b"/rbd99 ", b"/node ").replace(b"devtmpfs udev", b"tmpfs tmpfs")
 
     async def read() -> bytes:
@@ -732,7 +745,7 @@ async def test_at_the_start_a_kubelet_that_has_just_ended_leaves_the_tables_inco
     spaces = (frozenset({1}), {b"1": 1, b"2": no_process})
     monkeypatch.setattr(raw_block, "spaces", lambda: spaces)
     told: list[bool] = []
-    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    watch = RawBlockWatch(lambda _, whole: told.append(whole))
     try:
         await watch._tell()
         assert told == [False]
@@ -769,14 +782,16 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
 ) -> None:
     """The number and DISKSEQ are the same: the controller asks for the volume, too."""
     world.raw, world.ends_with_disk, world.device = True, False, NBD
-    control = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path / "state")
+    control = controller.Controller(
+        settings.GuardSettings(), (), witness(), state_dir=tmp_path / "state"
+    )
     control.manager = manager = world.new_manager()
     assert (await world.checked(manager)).raw
     world.verdict = EXT4  # nothing but its publication permits it
     world.device = dataclasses.replace(NBD, backing="second")
     control._seen("rbd99")
     try:
-        assert "rbd99" not in manager.published
+        assert "rbd99" not in manager.checks.published
         assert not world.map
         # The next pod's publication comes before the check, which ends nothing once more.
         await the_next_pods_publication_permits(world, manager)

@@ -16,8 +16,9 @@ from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph, waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager, steps
+from volumes.guard import kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -125,9 +126,8 @@ class Bench:
         self.clusters = mirror.Mirror((_credentials(backend),), deadline)
         errors = lease.ErrorLog()
         errors.readable = True
-        self.manager = lease_manager.LeaseManager(
-            wanted, self.guard, self.ledger, self.clusters, errors, denials.Denials(), node="n"
-        )
+        executor = steps.Executor(self.guard, self.ledger, self.clusters, witness())
+        self.manager = lease_manager.LeaseManager(wanted, executor, errors)
 
     async def decided(self, device: str) -> steps.Known:
         name = Path(device).name

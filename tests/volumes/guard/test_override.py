@@ -14,7 +14,7 @@ import kit.errors
 from linux import bpf
 from tests.testbed import waiting
 from volumes import settings
-from volumes.guard import kernel, memory, override, pins, record
+from volumes.guard import kernel, override, pins, record
 
 ME = override.Override(kernel.Mode.DRY_RUN, "me", "why", 1.5)
 
@@ -57,14 +57,14 @@ async def test_an_override_that_cannot_be_read_lowers_nothing(tmp_path: Path, te
     async def in_the_kernel() -> kernel.Mode:
         return kernel.Mode.ENFORCE
 
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     await override.save(plain, tmp_path, strict)
     await known.refresh(plain, in_the_kernel)
     assert known.mode(plain) is kernel.Mode.ENFORCE
     file.write_text(text)
     await known.refresh(plain)
     assert known.error and known.mode(plain) is kernel.Mode.ENFORCE  # the last that was read
-    anew = memory.Memory(tmp_path)
+    anew = override.Memory(tmp_path)
     await anew.refresh(plain, in_the_kernel)
     assert anew.error and anew.mode(plain) is kernel.Mode.ENFORCE  # what an earlier agent left
     await anew.refresh(plain)
@@ -106,7 +106,7 @@ async def test_after_a_boot_the_word_of_a_damaged_override_counts(
     record.override_file(tmp_path).write_text(text)
     if word is not None:
         record.word_file(tmp_path).write_bytes(word if isinstance(word, bytes) else word.encode())
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     await known.refresh(plain, in_the_kernel)
     assert (known.error != "", known.mode(plain)) == (True, kernel.Mode(then))
     await override.save(plain, tmp_path, None)  # set-mode settings
@@ -216,7 +216,7 @@ async def test_last_settings_that_are_damaged_lower_nothing_and_are_told(
     async def in_the_kernel() -> kernel.Mode:
         return left
 
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     lost = wanted(tmp_path)
     await known.refresh(lost, in_the_kernel)
     assert known.mode(lost) is override.stronger(left, kernel.Mode.DRY_RUN)
@@ -287,12 +287,12 @@ async def test_of_damaged_settings_the_rest_counts_and_the_damage_is_told(tmp_pa
     assert found.last is not None
     assert (found.last.mode, found.last.openers) == ("enforce", ("mount",))
     assert "guard-wanted.json cannot be used (drivers, lease)" in found.lost
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     await known.refresh(lost)
     assert known.lost == found.lost
     # Whoever knew all of them keeps that, and mends the file.
     record.write_wanted(str(tmp_path), {"mode": "enforce", "drivers": ["loop"]})
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     await known.refresh(lost)
     record.write_wanted(str(tmp_path), {"mode": "enforce", "drivers": 7})
     await known.refresh(lost)
@@ -316,7 +316,7 @@ async def test_an_operators_word_in_memory_alone_hides_no_damage(tmp_path: Path)
     file.parent.mkdir(parents=True)
     file.write_text("{")
     lost = wanted(tmp_path)
-    known = memory.Memory(tmp_path)
+    known = override.Memory(tmp_path)
     await known.refresh(lost)
     known.hold(override.Override(kernel.Mode.DRY_RUN, "me", "why", 1.0))
     await known.refresh(lost)
@@ -342,12 +342,12 @@ def test_lost_settings_take_no_driver_and_admit_nobody() -> None:
         kernel.Mode.ENFORCE, frozenset({7}), openers=frozenset({"mount"}),
         programs=(bpf.ProgramInfo(1, kernel.PROGRAM, "", 0, ()),),
     )  # fmt: skip
-    found = memory.at_least(default, there)
+    found = kernel.at_least(default, there)
     assert found.mode is kernel.Mode.ENFORCE
     assert found.majors == {7, 252}
     assert found.openers == {"mount"}
     assert not found.allowed()
-    assert memory.at_least(default, kernel.Present()) == default  # nothing is attached
+    assert kernel.at_least(default, kernel.Present()) == default  # nothing is attached
 
 
 async def test_a_caller_who_leaves_does_not_block_the_kill_switch(

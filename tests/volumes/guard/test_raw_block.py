@@ -18,8 +18,12 @@ from typing import Any
 import pytest
 
 from tests.testbed import blockdev, cell, constants, waiting
+from tests.volumes.guard.world import witness
 from volumes import settings
-from volumes.guard import controller, kernel, lease, raw_block
+from volumes.guard import controller, kernel, lease
+from volumes.node import raw_block
+from volumes.node import watch as node_watch
+from volumes.node.watch import RawBlockWatch
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -124,8 +128,8 @@ async def test_a_look_that_fails_ends_no_guard_and_is_tried_again(
 
     with monkeypatch.context() as broken:
         broken.setattr(raw_block, "spaces", fail)
-        broken.setattr(raw_block, "SEARCH_SECONDS", 0.05)
-        watch = raw_block.Watch(lambda table, _: seen.append(table))
+        broken.setattr(node_watch, "SEARCH_SECONDS", 0.05)
+        watch = RawBlockWatch(lambda table, _: seen.append(table))
         try:
             await watch.start()  # and so does the guard
             failed.clear()
@@ -141,7 +145,7 @@ async def test_a_table_that_cannot_be_read_counts_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
-    watch = raw_block.Watch(lambda *_: None)
+    watch = RawBlockWatch(lambda *_: None)
     try:
         mounted = watch._spaces[1].watch
         assert mounted is not None
@@ -247,7 +251,7 @@ async def _controller(folder: Path, where: cell.Cell) -> AsyncIterator[controlle
     """An agent's guard in this process; at the end it is gone like a killed one: nothing is taken
     back."""
     wanted = constants.made(settings.GuardSettings, **cell.settings(where, lease="2s"))
-    made = controller.Controller(wanted, (), state_dir=folder)
+    made = controller.Controller(wanted, (), witness(), state_dir=folder)
     await made.start()
     try:
         yield made
@@ -259,8 +263,8 @@ async def _held(guard: controller.Controller, device: str) -> kernel.KernelLease
     """Its lease, once there is one."""
     status = os.stat(device)
     number = os.major(status.st_rdev), os.minor(status.st_rdev)
-    assert guard.guard is not None
-    kernels = guard.guard
+    assert guard.in_force.guard is not None
+    kernels = guard.in_force.guard
 
     async with asyncio.timeout(waiting.limit(60)):
         while (held := kernels.leases().get(number)) is None or not held.until:  # reserved
@@ -394,7 +398,7 @@ async def test_a_kubelet_has_been_seen_once_it_had_time_to_publish(
     there = [os.getpid()] if at_start else []
     monkeypatch.setattr(raw_block, "kubelets", lambda _: list(there))
     told = list[bool]()
-    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    watch = RawBlockWatch(lambda _, whole: told.append(whole))
     try:
         for _ in range(3):
             await watch._tell()
@@ -421,7 +425,7 @@ async def test_a_kubelet_that_starts_again_keeps_its_publications(
         name = device.removeprefix("/dev/")
         there.append(first.process.pid)
         assert first.goes_on() == "published"
-        watch = raw_block.Watch(lambda *_: None)
+        watch = RawBlockWatch(lambda *_: None)
         try:
             assert name in await watch._look()
             first.end()

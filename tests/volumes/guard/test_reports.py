@@ -8,10 +8,10 @@ import pytest
 
 from linux import blockdev
 from tests.volumes.guard.world import DEVICE
-from volumes.guard import denials, events, reports, steps
+from volumes.guard import denials, kernel, reports, steps
 from volumes.ledger import store
 
-EVENT = events.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
+EVENT = kernel.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
 
 
 class Manager:
@@ -19,6 +19,7 @@ class Manager:
 
     def __init__(self) -> None:
         self.known = {DEVICE.name: steps.Known(DEVICE)}
+        self.denials = denials.Denials()
         self.scheduled: list[blockdev.BlockDevice] = []
         self.refused: list[blockdev.BlockDevice | None] = []
 
@@ -39,10 +40,8 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
     monkeypatch.setattr(blockdev, "identify", lambda name: there[-1])
     manager: Any = Manager()
-    kept = denials.Denials()
-    told = reports.Reports(
-        manager, kept, store.LedgerStore(tmp_path), is_watched=lambda _: True, changed=lambda: None
-    )
+    ledger = store.LedgerStore(tmp_path)
+    told = reports.Reports(manager, ledger, is_watched=lambda _: True, changed=lambda: None)
     manager.known = {DEVICE.name: steps.Known(before)}
     told.denied(EVENT, None)
     there.append(DEVICE)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from linux import blockdev
+from tests.volumes.guard.world import witness
 from volumes import settings
 from volumes.guard import controller, pace, steps
 
@@ -19,8 +20,10 @@ class World:
         self.in_use: frozenset[str] = frozenset()
         self.scans = 0
         self.checked: list[str] = []
-        self.guard = controller.Controller(settings.GuardSettings(), (), state_dir=folder)
-        self.guard._uevents = object()  # type: ignore[assignment]  # they are heard
+        self.guard = controller.Controller(
+            settings.GuardSettings(), (), witness(), state_dir=folder
+        )
+        self.guard.node._uevents = object()  # type: ignore[assignment]  # they are heard
         now = time.monotonic()
         for device in self.there:
             self.guard.manager.known[device.name] = steps.Known(device, checked=now)
@@ -70,7 +73,7 @@ async def test_all_devices_are_read_only_where_an_event_may_be_lost(
     world.guard._scanned -= controller.SCAN_SECONDS
     await world.look()
     assert world.scans == 4
-    world.guard._uevents = None
+    world.guard.node._uevents = None
     await world.look()
     assert world.scans == 5
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.testbed import blockdev, cell, waiting
 from tests.testbed.agent import Agent
-from volumes.guard import doubt
+from volumes.guard import pace
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -83,7 +83,7 @@ class Short:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.enough = time.monotonic() - self._began < doubt.AGAIN_SECONDS
+        self.enough = time.monotonic() - self._began < pace.DOUBT_SECONDS
 
 
 def test_ten_stalls_are_no_loss_and_a_device_that_stays_away_is_one_after_two_looks(

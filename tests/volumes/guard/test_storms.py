@@ -17,7 +17,7 @@ import pytest
 from tests.testbed import blockdev, cell, waiting
 from tests.testbed.agent import Agent
 from tests.volumes.guard import hammer
-from volumes.guard import pace, windows
+from volumes.guard import pace, reports
 from volumes.probe.examine import Kind
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -100,7 +100,7 @@ def test_one_caller_is_told_with_a_count_and_hides_nothing(tmp_path: Path, mode:
             lines = len(node.lines())
             seconds = time.monotonic() - began  # in which all of them were
             assert 2 <= looks <= _most_looks(seconds) + 1, (looks, seconds)
-            assert lines <= 2 + seconds / windows.WINDOW_SECONDS
+            assert lines <= 2 + seconds / reports.WINDOW_SECONDS
             assert node.finding("/disk")
 
             # It begins to hang: looks of a moment ago say nothing about that.

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from kube.objects import attachment_name
 from kube.settings import AccessSettings, ThisNode
-from kube.volumes import attachment_name
 from tests.testbed import blockdev, cell, kubernetes, waiting
 from tests.testbed.agent import Agent
-from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import HOLDS_DATA
 from volumes.ledger.witness import Witness
+from volumes.settings import WitnessSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 

@@ -9,13 +9,17 @@ import pytest
 import kit.errors
 from ceph.protocol import Extents
 from kit import processes
+from kube.settings import ThisNode
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import constants, waiting
 from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager, raw_block
+from volumes.guard import kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
+from volumes.ledger.witness import Witness
+from volumes.node import raw_block
 from volumes.probe.examine import Kind, Verdict
+from volumes.settings import WitnessSettings
 
 SIZE = 2**30
 IMAGE = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
@@ -27,6 +31,15 @@ PUBLISHED = (
 )
 NO_ANSWER = Verdict(Kind.TIMEOUT, "/dev/rbd99", where="no answer")
 EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
+
+
+def witness() -> Witness:
+    """Of a node without a cluster."""
+
+    async def find(_: blockdev.BlockDevice) -> None:
+        return None
+
+    return Witness(WitnessSettings(enabled=False), ThisNode(name="n"), find)
 
 
 class Holds:
@@ -84,11 +97,12 @@ class World:
         errors = lease.ErrorLog()
         errors.readable = True
         made = lease_manager.LeaseManager(
-            constants.made(settings.GuardSettings, settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
-            errors, denials.Denials(), node="n",
-        )  # fmt: skip
-        made.prober = self  # type: ignore[assignment]
-        made.holds = self.holds  # type: ignore[assignment]
+            constants.made(settings.GuardSettings, settle=0.05),
+            steps.Executor(self, self.ledger, self, witness()),  # type: ignore[arg-type]
+            errors,
+        )
+        made.checks.prober = self  # type: ignore[assignment]
+        made.holds = made.checks._holds = self.holds  # type: ignore[assignment]
         return made
 
     def _identify(self, name: str) -> blockdev.BlockDevice | None:

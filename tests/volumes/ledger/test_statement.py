@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kube.volumes import PersistentVolume, attachment_name
+from kube.objects import PersistentVolume, attachment_name
 from volumes.guard import lease
 from volumes.ledger import statement
 from volumes.ledger.statement import ALLOW_FORMAT, HOLDS_DATA, Statement

@@ -13,17 +13,17 @@ import pytest
 from aiohttp import web
 
 import kit.errors
+from kube.objects import attachment_name
 from kube.settings import AccessSettings, ThisNode
-from kube.volumes import attachment_name
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.nodeagent.test_listeners import certify
 from tests.testbed import constants, ports, waiting
 from volumes.ledger import witness as witness_module
-from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import HOLDS_DATA
 from volumes.ledger.store import Entry, Knowledge
 from volumes.ledger.witness import VolumeClaim, Witness
+from volumes.settings import WitnessSettings
 
 DEVICE = blockdev.BlockDevice(
     "rbd9", (254, 9), "rbd", 2**30, False, diskseq=7,

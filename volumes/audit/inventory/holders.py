@@ -18,8 +18,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linux import blockdev, mount_namespaces, mountinfo, procfs, statx
+from linux import blockdev, mount_namespaces, mountinfo, procfs, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
+from volumes.node import raw_block
 
 _LARGEST_CONFIG = 1 << 20  # of a container's bundle
 _MOST_PLACES = 512  # of one namespace
@@ -160,25 +161,20 @@ class Processes:
 def host_space(proc: str, candidates: Sequence[int | str]) -> int:
     """Inode of pid 1's mount namespace; 0 when unknown.
 
-    Some security modules hide pid 1's links. Mount ids are unique on a node, so a process whose
-    mount table begins with the same mount as pid 1's is in the same namespace.
+    Some security modules hide pid 1's links. A process whose mount table begins with the same mount
+    as pid 1's is in the same namespace.
     """
     try:
         return Processes.space(f"{proc}/1/ns/mnt")
     except OSError:
-        first = _first_mount(proc, 1)
+        first = raw_block.first_mount(proc, 1)
     for pid in ["self", *candidates]:
         try:
-            if _first_mount(proc, pid) == first:
+            if raw_block.first_mount(proc, pid) == first:
                 return Processes.space(f"{proc}/{pid}/ns/mnt")
         except OSError:
             continue  # it ended
     return 0
-
-
-def _first_mount(proc: str, pid: int | str) -> bytes:
-    with open(f"{proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
-        return stream.readline().split(b" ", 1)[0]
 
 
 # -- mount namespaces --------------------------------------------------------------------------
@@ -423,7 +419,7 @@ def users(
     if not wanted:
         return []
     servers = servers or {}
-    place = statx.Statx(statx.TYPE)
+    place = syscalls.Statx(syscalls.TYPE)
     found: list[User] = []
     for space, pids in processes.by_space.items():
         for pid in pids:

@@ -1,4 +1,4 @@
-"""Records of kubelet and ceph-csi about staged volumes. Runs in the scan child only.
+"""Records of kubelet and ceph-csi about staged volumes. Runs in child processes only.
 
 kubelet: plugins/kubernetes.io/csi/<driver>/<hash>/vol_data.json (before 1.24: csi/pv/<name>) and
 pods/<uid>/volumes/kubernetes.io~csi/<name>/vol_data.json. ceph-csi: image-meta.json in the staging
@@ -12,14 +12,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import kit.errors
 from linux import blockdev, mountinfo
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
 
 _MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
+_MOST_LINKS = 40  # as the kernel
 # A file system's clock advances in steps: what changed less long ago is read again.
 _SETTLED_SECONDS = 2.0
 
@@ -173,6 +176,70 @@ def volumes(
     return found, gaps
 
 
+def on_device(name: str, kubelet: str) -> list[str]:
+    """Which volume of Kubernetes lies on a device, by the records of this moment: CSI driver,
+    volumeHandle and the PersistentVolume's name where a pod's record has it (else empty); nothing
+    when no record names the device. For child processes.
+
+    kubelet writes its record, and ceph-csi its own, before the image is mapped, so whoever formats
+    the device for a pod has left both. A scan may be older than a new device.
+    HostError when kubelet's directory cannot be seen: then nobody knows.
+    """
+    root = host_root("/proc")
+    directory = host_path(kubelet, root)
+    if not os.path.isdir(root + directory):
+        raise kit.errors.HostError(
+            f"kubelet's directory {kubelet}",
+            "is not there",
+            "set kubelet.root_dir to its path",
+        )
+    device = blockdev.identify(name)
+    if device is None:
+        return []
+    host = mountinfo.parse(Path("/proc/1/mountinfo").read_bytes())
+    found, _ = volumes(directory, host, [device], root=root)
+    for volume in found:
+        if volume.device == name and volume.driver and volume.handle:
+            return [volume.driver, volume.handle, volume.name]
+    return []
+
+
+def host_root(proc: str) -> str:
+    """The directory of the host's files; empty (the agent's own view) if pid 1's is forbidden."""
+    try:
+        os.stat(f"{proc}/1/root/.")
+    except OSError:
+        return ""
+    return f"{proc}/1/root"
+
+
+def host_path(path: str, root: str) -> str:
+    """``path`` without symbolic links, as the host's mount tables have it.
+
+    realpath would follow the host's absolute links into the agent's own file system.
+    """
+    todo, done, links = path.split("/")[::-1], "", 0
+    while todo:
+        part = todo.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            done = done.rpartition("/")[0]
+            continue
+        try:
+            target = os.readlink(f"{root}{done}/{part}")
+        except OSError:  # not a link, or nothing there
+            done = f"{done}/{part}"
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            return path
+        if target.startswith("/"):
+            done = ""
+        todo += target.split("/")[::-1]
+    return done or "/"
+
+
 def raw(
     kubelet: str, devices: list[blockdev.BlockDevice], *, root: str = "", files: Files | None = None
 ) -> dict[str, str]:
@@ -237,20 +304,15 @@ def _of_pod(
             yield path, known
             continue
         record = files.json(f"{root}{base}/{name}/vol_data.json")
-        yield (
-            path,
-            (
-                mount,
-                Publish(
-                    pod_uid=uid,
-                    path=path,
-                    volume=str(record.get("specVolID", name)),
-                    mounted=mount is not None,
-                    read_only=mount is not None and mount.read_only,
-                    handle=str(record.get("volumeHandle", "")),
-                ),
-            ),
+        publish = Publish(
+            pod_uid=uid,
+            path=path,
+            volume=str(record.get("specVolID", name)),
+            mounted=mount is not None,
+            read_only=mount is not None and mount.read_only,
+            handle=str(record.get("volumeHandle", "")),
         )
+        yield path, (mount, publish)
 
 
 def _at_or_below(targets: list[str], upper: str) -> list[str]:

@@ -9,26 +9,26 @@ time is killed and abandoned, and the next scan starts another one.
 import dataclasses
 import gc
 import os
-import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import kit.errors
 import kit.line_worker
 import kit.pause
 import kit.processes
 from linux import blockdev, mountinfo, procfs, rbd_sysfs
-from volumes.audit.inventory import changes, holders, records
+from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume, related
+from volumes.node import raw_block
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.
 MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
-_MOST_LINKS = 40  # as the kernel
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -48,6 +48,72 @@ class Request:
     names: tuple[str, ...] = ("*",)  # shell patterns of the devices that are watched
 
 
+# -- what changed between two inventories ------------------------------------------------------
+
+# The child sends an inventory after every mount of the node. With thousands of mounts that are
+# megabytes, of which one line is new. So it sends ``Changes``: an inventory whose long lists hold
+# only what is new, and how much of the list before stays in front of that and behind it.
+# Invariant: ``applied(before, between(before, after, n)) == after``.
+
+LISTS = ("devices", "related", "host", "spaces", "users", "users_of", "volumes")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """``number``: of this answer of a child. ``kept``: of each list, how many entries stay at its
+    beginning and at its end; empty when nothing is known of an earlier inventory."""
+
+    number: int
+    inventory: Inventory
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def between(before: Inventory | None, after: Inventory, number: int) -> Changes:
+    """``before``: what the receiver has; None: nothing."""
+    if before is None:
+        return Changes(number, after)
+    kept: dict[str, tuple[int, int]] = {}
+    new: dict[str, Any] = {}
+    for name in LISTS:
+        old, now = getattr(before, name), getattr(after, name)
+        head, tail = _same(old, now)
+        kept[name] = head, tail
+        new[name] = now[head : len(now) - tail]
+    return Changes(number, dataclasses.replace(after, **new), kept)
+
+
+def applied(before: Inventory | None, changes: Changes) -> Inventory:
+    """The whole inventory. ValueError when it needs a ``before`` that is missing or too short."""
+    if not changes.kept:
+        return changes.inventory
+    if before is None:
+        raise ValueError("changes of an inventory that is not known")
+    whole: dict[str, Any] = {}
+    for name, (head, tail) in changes.kept.items():
+        old, new = getattr(before, name), getattr(changes.inventory, name)
+        if head + tail > len(old):
+            raise ValueError(f"changes of another inventory: {name} has {len(old)} entries")
+        unchanged = not new and head + tail == len(old)
+        whole[name] = old if unchanged else (*old[:head], *new, *old[len(old) - tail :])
+    return dataclasses.replace(changes.inventory, **whole)
+
+
+def _same(old: Sequence[Any], now: Sequence[Any]) -> tuple[int, int]:
+    """How many entries are equal at the beginning, and of the others at the end."""
+    most = min(len(old), len(now))
+    head = 0
+    while head < most and _equal(old[head], now[head]):
+        head += 1
+    tail = 0
+    while tail < most - head and _equal(old[-1 - tail], now[-1 - tail]):
+        tail += 1
+    return head, tail
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or bool(one == other)
+
+
 # -- the agent's end ---------------------------------------------------------------------------
 
 
@@ -61,7 +127,7 @@ class Scanner:
     def __init__(self) -> None:
         self._child = kit.line_worker.LineWorker(
             f"{__name__}:{main.__name__}",
-            changes.Changes,
+            Changes,
             about=_ABOUT,
             largest=_LARGEST_ANSWER,
             backoff=kit.pause.Backoff(first=0.0),  # the scheduler decides when to try again
@@ -86,7 +152,7 @@ class Scanner:
                 )
             known = dataclasses.replace(request, known=self._number)
             answer = await self._child.ask(known, deadline)
-            inventory = changes.applied(self._last, answer)
+            inventory = applied(self._last, answer)
             self._last, self._number = inventory, answer.number
         except kit.processes.DeadlineError as error:
             self.failures += 1
@@ -132,11 +198,11 @@ class _Child:
         self._last: Inventory | None = None
         self._number = 0
 
-    def answer(self, request: Request) -> changes.Changes:
+    def answer(self, request: Request) -> Changes:
         before = self._last if request.known == self._number else None
         self._last = scan(request, self._kept)
         self._number += 1
-        return changes.between(before, self._last, self._number)
+        return between(before, self._last, self._number)
 
 
 @dataclass
@@ -165,8 +231,8 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     tables = _host_tables(request.proc, processes, gaps, kept)
     everything = [mount for table in tables.values() for mount in table]
     host = _on(watched, tables, kept)
-    root = host_root(request.proc)
-    directory = host_path(request.kubelet, root)
+    root = records.host_root(request.proc)
+    directory = records.host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
     volumes, missing = records.volumes(
         directory, everything, devices, root=root, files=kept.files, quick=not request.deep
@@ -303,54 +369,17 @@ def _tmpfs_nodes(
         roots += [f"{proc}/{pid}/root" for pid in processes.named("kubelet")]
     found: dict[blockdev.Number, list[str]] = {}
     for mount in host:
-        if mount.fstype != "tmpfs" or "/volumeDevices/" not in mount.target:
+        if mount.fstype != "tmpfs" or not raw_block.is_published(mount):
             continue
         for each in roots:
             try:
-                status = os.stat(each + mount.target)
+                number = raw_block.block_nodes(each, [mount.target]).get(mount.target)
             except OSError:
                 continue
-            if stat.S_ISBLK(status.st_mode):
-                number = os.major(status.st_rdev), os.minor(status.st_rdev)
+            if number is not None:
                 found.setdefault(number, []).append(mount.target)
                 break
     return found
-
-
-def host_root(proc: str) -> str:
-    """The directory of the host's files; empty (the agent's own view) if pid 1's is forbidden."""
-    try:
-        os.stat(f"{proc}/1/root/.")
-    except OSError:
-        return ""
-    return f"{proc}/1/root"
-
-
-def host_path(path: str, root: str) -> str:
-    """``path`` without symbolic links, as the host's mount tables have it.
-
-    realpath would follow the host's absolute links into the agent's own file system.
-    """
-    todo, done, links = path.split("/")[::-1], "", 0
-    while todo:
-        part = todo.pop()
-        if part in ("", "."):
-            continue
-        if part == "..":
-            done = done.rpartition("/")[0]
-            continue
-        try:
-            target = os.readlink(f"{root}{done}/{part}")
-        except OSError:  # not a link, or nothing there
-            done = f"{done}/{part}"
-            continue
-        links += 1
-        if links > _MOST_LINKS:
-            return path
-        if target.startswith("/"):
-            done = ""
-        todo += target.split("/")[::-1]
-    return done or "/"
 
 
 def _needs_kubelet(request: Request, processes: Processes | None) -> bool:

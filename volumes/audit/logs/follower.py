@@ -12,7 +12,7 @@ import kit.line_worker
 from volumes.audit.logs import sources
 from volumes.audit.logs.matcher import Counters, Hit
 from volumes.audit.logs.patterns import Pattern, expressions
-from volumes.audit.settings import LogSettings
+from volumes.settings import LogSettings
 
 log = structlog.get_logger("audit.logs")
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kit.bucket import Bucket
+from kit.pause import Bucket
 
 GROUPS = ("device", "image", "pod", "volume", "path", "pid")
 _LONGEST_LINE = 4096

@@ -14,14 +14,7 @@ import fnmatch
 from collections.abc import Iterator
 
 from linux import blockdev
-from volumes.audit.inventory.model import (
-    Inventory,
-    Owner,
-    Place,
-    Space,
-    User,
-    Volume,
-)
+from volumes.audit.inventory.model import Inventory, Owner, Place, Space, User, Volume
 from volumes.audit.rules.base import node_rule
 from volumes.audit.types import Scene, Severity, Trouble
 

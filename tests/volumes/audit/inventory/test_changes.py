@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import kit.messages
 from linux import blockdev
 from tests.volumes.audit.world import INVENTORY, place, volume
-from volumes.audit.inventory import changes
+from volumes.audit.inventory import scan
 from volumes.audit.inventory.model import Inventory
 
 _NUMBERS = st.lists(st.integers(0, 5), max_size=8)
@@ -35,9 +35,9 @@ def test_changes_give_the_whole_inventory(steps: list[tuple[list[int], list[int]
     known: Inventory | None = None
     for number, (hosts, devices) in enumerate(steps, 1):
         now = inventory(hosts, devices, float(number))
-        text = kit.messages.encode(changes.between(sent, now, number))
-        answer = kit.messages.decode(text, changes.Changes)
-        known = changes.applied(known, answer)
+        text = kit.messages.encode(scan.between(sent, now, number))
+        answer = kit.messages.decode(text, scan.Changes)
+        known = scan.applied(known, answer)
         assert known == now and answer.number == number
         sent = now
 
@@ -45,17 +45,17 @@ def test_changes_give_the_whole_inventory(steps: list[tuple[list[int], list[int]
 def test_one_mount_among_thousands_is_sent_alone() -> None:
     before = inventory(list(range(3000)), [], 1.0)
     after = dataclasses.replace(before, host=(*before.host[:7], place("/new"), *before.host[7:]))
-    answer = changes.between(before, after, 2)
+    answer = scan.between(before, after, 2)
     assert answer.inventory.host == (place("/new"),)
     assert len(kit.messages.encode(answer)) < 3000
-    same = changes.applied(before, changes.between(before, before, 3))
+    same = scan.applied(before, scan.between(before, before, 3))
     assert same.host is before.host  # nothing to index again
 
 
 def test_changes_of_another_inventory_are_refused() -> None:
     before = inventory([1, 2, 3], [], 1.0)
-    answer = changes.between(before, before, 2)
+    answer = scan.between(before, before, 2)
     with pytest.raises(ValueError, match="not known"):
-        changes.applied(None, answer)
+        scan.applied(None, answer)
     with pytest.raises(ValueError, match="another inventory"):
-        changes.applied(inventory([1], [], 1.0), answer)
+        scan.applied(inventory([1], [], 1.0), answer)

@@ -27,6 +27,7 @@ from volumes.audit import repair, scheduler
 from volumes.audit.inventory import holders, model, scan
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
+from volumes.node import raw_block
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
 
@@ -189,6 +190,14 @@ def test_device_without_a_trace_of_kubelet_is_idle(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert mappings.is_idle(_closed_raw_volume(host, monkeypatch), RBD)
+
+
+def test_guard_and_audit_agree_on_a_raw_volume(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{RAW}/publish/pv/uid"
+    table = host.proc / "1/mountinfo"
+    table.write_text(f"7 1 0:5 /rbd0 {target} rw - devtmpfs udev rw\n")
+    assert raw_block.published(table.read_bytes()) == {"rbd0": {7}}
+    _check_held(_closed_raw_volume(host, monkeypatch), target)
 
 
 @pytest.mark.parametrize("own_namespace", [False, True])

@@ -100,7 +100,7 @@ async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
     async with watching(stage, patient) as watch:
         run("umount", target)
         found = await watch.finding(device, "leaked-mount")
-        await watch.audit.reconcile(impatient)
+        await watch.reconcile(impatient)
 
         def stale() -> list[dict[str, Any]]:
             for child in children(CHILD):
@@ -113,7 +113,7 @@ async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
         assert watch.found("", "audit-blind")
         assert [f["id"] for f in still] == [found["id"]]
         assert "no answer" in still[0]["evidence"]["not_looked_at_again"]
-        await watch.audit.reconcile(patient)
+        await watch.reconcile(patient)
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
 

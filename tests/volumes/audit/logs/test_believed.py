@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from volumes.audit.logs import sources
-from volumes.audit.settings import LogSettings
+from volumes.settings import LogSettings
 
 ID = "0a" * 32
 NAMESPACES = LogSettings().namespaces

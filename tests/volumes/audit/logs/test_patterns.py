@@ -7,7 +7,7 @@ import pytest
 
 import kit.errors
 from volumes.audit.logs import follower, matcher, patterns
-from volumes.audit.settings import LogSource
+from volumes.settings import LogSource
 
 PATTERNS = patterns.built_in()
 DEVICES = follower.device_names(("rbd", "nbd"))

@@ -1,0 +1,215 @@
+"""One look at the whole node: is it well, and if not, what first.
+
+The status page, ``nodeagent status`` and ``/v1/status`` show this and nothing else, so that they
+cannot disagree. ``judge`` and ``headline`` are pure. What a room shows is asked for at most once in
+``HELD_SECONDS``, however many ask.
+"""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+import kit.findings
+import kit.redact
+import kit.room
+from kit.findings import Finding, Severity
+from nodeagent.state import Event, RunningRoom, State
+
+HELD_SECONDS = 1.0
+MOST_SHOWN = 200  # of findings, and of what one room reports
+MOST_EVENTS = 50
+LONGEST_HEADLINE = 140
+
+
+class Verdict(StrEnum):
+    """``attention``: the node works, a person should look today. ``critical``: now."""
+
+    WELL = "well"
+    ATTENTION = "attention"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A room as it is now. ``brief``: what it holds, in a few characters."""
+
+    name: str
+    ready: bool
+    starting: bool = False
+    reasons: Sequence[str] = ()
+    brief: str = ""
+
+
+def judge(parts: Sequence[Part], findings: Sequence[Finding], trouble: Sequence[str]) -> Verdict:
+    """``trouble``: what is wrong with the process's own parts (settings, certificates)."""
+    severities = {each.severity for each in findings}
+    if Severity.CRITICAL in severities or any(not p.ready and not p.starting for p in parts):
+        return Verdict.CRITICAL
+    if Severity.WARNING in severities or trouble or not parts or any(p.starting for p in parts):
+        return Verdict.ATTENTION
+    return Verdict.WELL
+
+
+def headline(
+    verdict: Verdict, parts: Sequence[Part], findings: Sequence[Finding], trouble: Sequence[str]
+) -> str:
+    """Whether this node is well, in one sentence: the worst first, and how much more there is."""
+    if not parts:
+        return "This agent does nothing yet: its settings have no section for any component."
+    if verdict is Verdict.WELL:
+        held = ", ".join(part.brief for part in parts if part.brief)
+        return f"This node is well: {held}." if held else "This node is well."
+    told = [
+        kit.findings.said(each.subject, each.message)
+        for severity in (Severity.CRITICAL, Severity.WARNING)
+        for each in findings
+        if each.severity is severity
+    ]
+    said = "\n".join(told)
+    sick = [
+        f"{part.name} {'is starting' if part.starting else 'does not work fully'}: {reason}"
+        for part in sorted(parts, key=lambda part: part.starting)
+        for reason in (part.reasons or ("it gives no reason",))
+        if not part.ready and reason not in said
+    ]
+    things = (
+        [*sick, *told] if verdict is Verdict.CRITICAL and not _critical(findings) else told + sick
+    )
+    things += trouble
+    begin = (
+        "This node needs a person now" if verdict is Verdict.CRITICAL else "This node works, but"
+    )
+    first = things[0].rstrip(".")
+    if len(first) > LONGEST_HEADLINE:
+        first = f"{first[:LONGEST_HEADLINE].rpartition(' ')[0] or first[:LONGEST_HEADLINE]} …"
+    more = f" And {len(things) - 1} more." if len(things) > 1 else ""
+    joint = ": " if verdict is Verdict.CRITICAL else " "
+    return f"{begin}{joint}{first}.{more}"
+
+
+def _critical(findings: Sequence[Finding]) -> bool:
+    return any(each.severity is Severity.CRITICAL for each in findings)
+
+
+def trouble_of(state: State) -> list[str]:
+    """What is wrong with the process's own parts."""
+    found = [f"the settings file's latest content is not in force: {state.config_error}"]
+    found = found if state.config_error else []
+    found += [f"setting {name} has changed and needs a restart" for name in state.refused]
+    return found + [f"{part}: {why}" for part, said in state.degraded.items() for why in said]
+
+
+def _part(each: RunningRoom, brief: str) -> Part:
+    health = each.health()
+    starting = each.starting and each.trouble is None
+    return Part(each.room.name, health.ready, starting, tuple(health.reasons), brief)
+
+
+def _report(each: RunningRoom) -> tuple[str, Any, str]:
+    """Field, content as JSON and its brief; empty of a room that reports nothing now."""
+    report = each.room.report
+    if report is None:
+        return "", None, ""
+    try:
+        said = report.read(each.component)
+        brief = f"{report.field} {report.brief(said)}"
+        shown = said[:MOST_SHOWN] if report.many else [said]
+        content = [one.model_dump(mode="json") for one in shown]
+    except Exception:  # a room that does not run may not know; why it does not run is said anyway
+        return report.field, [] if report.many else None, ""
+    return report.field, content if report.many else content[0], brief
+
+
+def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
+    """What the rooms show. A room that cannot be shown says so; the others are shown."""
+    found: list[kit.room.PageSection] = []
+    for each in running:
+        if each.room.page is None:
+            continue
+        try:
+            found += each.room.page(each.component)
+        except Exception as error:
+            what = f"It cannot be shown now ({type(error).__name__}: {error})."
+            found.append(kit.room.PageSection(each.room.name.capitalize(), what, (), ()))
+    return found
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What is shown of a node at one moment: page, command line and API have the same."""
+
+    verdict: Verdict
+    headline: str
+    node: str
+    version: str
+    at: float  # Unix time
+    uptime_seconds: int
+    components: Sequence[Part]
+    trouble: Sequence[str]
+    findings_total: int
+    findings: Sequence[Finding]  # the most severe first; at most MOST_SHOWN
+    events: Sequence[Event]  # the newest first; at most MOST_EVENTS
+    reports: dict[str, Any]
+    sections: Sequence[kit.room.PageSection]
+
+    def as_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+
+def of(state: State, now: float) -> Overview:
+    """``now``: Unix time."""
+    findings = state.findings.current()
+    trouble = [kit.redact.text(each) for each in trouble_of(state)]
+    reports: dict[str, Any] = {}
+    parts = []
+    for each in state.running:
+        name, content, brief = _report(each)
+        if name:
+            reports[name] = content
+        parts.append(_part(each, brief))
+    verdict = judge(parts, findings, trouble)
+    return Overview(
+        verdict=verdict,
+        headline=headline(verdict, parts, findings, trouble),
+        node=state.settings.this_node.name,
+        version=importlib.metadata.version("nodeagent"),
+        at=now,
+        uptime_seconds=round(max(0.0, now - state.begun)),
+        components=parts,
+        trouble=trouble,
+        findings_total=len(findings),
+        findings=findings[:MOST_SHOWN],
+        events=state.findings.journal.after()[::-1][:MOST_EVENTS],
+        reports=reports,
+        sections=sections(state.running),
+    )
+
+
+class HeldOverview:
+    """The overview of ``HELD_SECONDS`` ago at most: a crowd of callers costs as much as one."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._now: Overview | None = None
+        self._made = 0.0
+        self._bytes = b""
+
+    def now(self) -> Overview:
+        if self._now is None or time.monotonic() - self._made >= HELD_SECONDS:
+            self._now, self._bytes = of(self._state, time.time()), b""
+            self._made = time.monotonic()
+        return self._now
+
+    def answer(self) -> bytes:
+        """As JSON."""
+        now = self.now()
+        if not self._bytes:
+            self._bytes = json.dumps(now.as_json()).encode()
+        return self._bytes

@@ -1,0 +1,316 @@
+"""The status page: one server-rendered HTML page, whole without script, live with it.
+
+A room describes its part as tables (``kit.room.PageSection``). Only this module writes HTML, so
+that every text of a room is escaped in one place. Style and script are parts of the page, named in
+its policy by their digests: a browser runs nothing else and asks nobody else.
+"""
+
+import base64
+import datetime
+import functools
+import hashlib
+import importlib.resources
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+import yaml
+
+import kit.room
+from nodeagent.shown import overview
+from nodeagent.state import Event
+
+REFRESH_SECONDS = 10  # without script
+MOST_FINDINGS = 100
+MOST_EVENTS = 20
+LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
+LONGEST_REASON = 160  # of a component; its finding has all of it
+
+_FILES = importlib.resources.files("nodeagent.shown")
+_STYLE = (_FILES / "page.css").read_text(encoding="utf-8")
+_SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
+_DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the rest
+_TAGS = {"strong": "b", "code": "code"}
+_WORDS = {
+    overview.Verdict.WELL: "Well",
+    overview.Verdict.ATTENTION: "Needs a look",
+    overview.Verdict.CRITICAL: "Needs a person now",
+}
+
+
+def _digest(text: str) -> str:
+    made = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{made}'"
+
+
+POLICY = (
+    f"default-src 'none'; style-src {_digest(_STYLE)}; script-src {_digest(_SCRIPT)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+
+def render(now: overview.Overview) -> str:
+    """The whole page."""
+    facts = (
+        f"<span>version {escape(now.version)}</span><span>up {ago(now.uptime_seconds)}</span>"
+        f"<span id=live>As of {_clock(now.at)} UTC</span>"
+    )
+    return _document(
+        _title(now),
+        f"<p class=brand><b>nodeagent</b> on {escape(now.node)}</p><p class=facts>{facts}</p>",
+        f"<main class=status id=content tabindex=-1>{content(now)}</main>"
+        "<p class=skip id=spoken role=status></p>",
+        f"<noscript><meta http-equiv=refresh content={REFRESH_SECONDS}></noscript>",
+        f"<script>{_SCRIPT}</script>",
+    )
+
+
+def content(now: overview.Overview) -> str:
+    """What a live page replaces: blocks, each with an id of its own."""
+    rooms = [_section(each) for each in now.sections]
+    findings = _findings(now)
+    # What needs a person comes before everything else; that nothing does is read later.
+    blocks = [findings, *rooms] if now.findings else [*rooms, findings]
+    return "".join([_verdict(now), *blocks, _events(now)])
+
+
+def _document(title: str, header: str, main: str, head: str = "", end: str = "") -> str:
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        f"<title>{escape(title)}</title><meta name=viewport content='width=device-width'>"
+        f"<link rel=icon href='data:,'>{head}<style>{_STYLE}</style></head>"
+        "<body><a class=skip href='#content'>To the content</a>"
+        f"<header>{header}</header>{main}<footer><a href='/runbook'>runbook</a>"
+        f"<a href='/metrics'>metrics</a><a href='/readyz'>readiness</a></footer>{end}</body></html>"
+    )
+
+
+def _title(now: overview.Overview) -> str:
+    return f"{_WORDS[now.verdict]} · {now.node} · nodeagent"
+
+
+def _verdict(now: overview.Overview) -> str:
+    parts = []
+    for part in now.components:
+        tone = "good" if part.ready else "mid" if part.starting else "bad"
+        word = "ready" if part.ready else "starting" if part.starting else "not ready"
+        told = "; ".join(part.reasons)
+        told = told if len(told) <= LONGEST_REASON else f"{told[:LONGEST_REASON]}…"
+        why = f": {escape(told)}" if told and not part.ready else ""
+        held = f" · {escape(part.brief)}" if part.brief else ""
+        parts.append(
+            f"<li><span class='dot {tone}'>{escape(part.name)} {word}</span>{held}{why}</li>"
+        )
+    notes = "".join(f"<p class='small mid'>{escape(text)}</p>" for text in now.trouble)
+    return (
+        f"<section id=verdict class='verdict wide {now.verdict}' "
+        f"data-title='{escape(_title(now))}'>"
+        f"<div><p class=word>{_WORDS[now.verdict]}</p>"
+        f"<h1 id=headline>{escape(now.headline)}</h1></div>"
+        f"<ul class=parts aria-label=Components>{''.join(parts)}</ul>{notes}</section>"
+    )
+
+
+# --- the rooms
+
+
+def _section(section: kit.room.PageSection) -> str:
+    name = "part-" + "".join(c for c in section.title.lower() if c.isalnum())
+    if section.rows:
+        body = _table(section.title, section.head, section.rows)
+    else:
+        body = f"<p class=none>{escape(section.empty)}</p>" if section.empty else ""
+    return (
+        f"<section id={name} class=wide aria-labelledby={name}-title>"
+        f"<h2 id={name}-title>{escape(section.title)}</h2>"
+        f"<p class=sum>{escape(section.summary)}</p>{body}</section>"
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[kit.room.Cell]]) -> str:
+    """A column that says nothing is left out. Roles are said although the elements have them: on a
+    phone the table is drawn as cards, and browsers then forget that it is a table."""
+    columns = [at for at in range(len(head)) if any(_says(row[at]) for row in rows)]
+    heads = "".join(
+        f"<th role=columnheader scope=col{' class=num' if rows[0][at].number else ''}>"
+        f"{escape(head[at])}</th>"
+        for at in columns
+    )
+    lines = []
+    for row in rows:
+        cells = (_cell(row[at], head[at], row[0].text) for at in columns)
+        lines.append(f"<tr role=row>{''.join(cells)}</tr>")
+    return (
+        f"<table role=table aria-label='{escape(title)}'><thead role=rowgroup>"
+        f"<tr role=row>{heads}</tr></thead><tbody role=rowgroup>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _says(cell: kit.room.Cell) -> bool:
+    return bool(cell.text or cell.below or cell.progress is not None)
+
+
+def _cell(cell: kit.room.Cell, head: str, row: str) -> str:
+    parts = []
+    if cell.text:
+        parts.append(f"<span>{_text(cell)}</span>")
+    if cell.progress is not None:
+        done, total = cell.progress
+        label = escape(f"{row}: {head}")
+        parts.append(f"<progress max={total:.0f} value={done:.0f} aria-label='{label}'></progress>")
+    if sum(each is not None for each in cell.spark) > 1:
+        parts.append(_spark(cell.spark, cell.spark_top))
+    parts += [f"<span class=small>{_text(below)}</span>" for below in cell.below]
+    kinds = [word for word, on in (("num", cell.number), ("empty", not parts)) if on]
+    named = f" class='{' '.join(kinds)}'" if kinds else ""
+    return f"<td role=cell{named} data-head='{escape(head)}'>{''.join(parts)}</td>"
+
+
+def _spark(points: Sequence[float | None], top: float) -> str:
+    """A line from the bottom (0) to the top (``top``, or the highest), broken where nothing is
+    known. The last value stands beside it as text, so a screen reader passes it over."""
+    top = top or max(each or 0.0 for each in points) or 1e-9
+    last = len(points) - 1
+    lines = []
+    for known, run in itertools.groupby(enumerate(points), lambda each: each[1] is not None):
+        if not known:
+            continue
+        places = [(f"{100 * at / last:.1f}", max(each or 0.0, 0.0) / top) for at, each in run]
+        drawn = " ".join(f"{across},{19 - 18 * height:.1f}" for across, height in places)
+        lines.append(
+            f"<path d='M{places[0][0]},20 L{drawn} {places[-1][0]},20z'></path>"
+            f"<polyline points='{drawn}'></polyline>"
+        )
+    return (
+        "<svg class=spark viewBox='0 0 100 20' preserveAspectRatio=none aria-hidden=true>"
+        f"{''.join(lines)}</svg>"
+    )
+
+
+def _text(cell: kit.room.Cell) -> str:
+    text = escape(cell.text)
+    if tag := _TAGS.get(cell.style):
+        text = f"<{tag}>{text}</{tag}>"
+    return f"<span class='tone {escape(cell.tone)}'>{text}</span>" if cell.tone else text
+
+
+# --- findings and events
+
+
+def _findings(now: overview.Overview) -> str:
+    lines = []
+    for each in now.findings[:MOST_FINDINGS]:
+        link = ""
+        if runbook_entry(each.rule) is not None:
+            link = f" <a href='/runbook#{escape(each.rule)}'>runbook: {escape(each.rule)}</a>"
+        lines.append(
+            f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
+            f"<p class=what>{escape(each.subject)}</p><p>{escape(each.message)}</p>"
+            f"<p class=small><b>Do:</b> {escape(each.advice)}</p>"
+            f"<p class=small>for {ago(now.at - each.since)}{link}</p></div></li>"
+        )
+    more = now.findings_total - len(lines)
+    if not lines:
+        body = "<p class='none good'>None. A rule that finds something says here what to do.</p>"
+    else:
+        body = f"<ul class=list>{''.join(lines)}</ul>"
+        body += f"<p class=none>{more} more: nodeagent status -o json</p>" if more > 0 else ""
+    return (
+        "<section id=findings class=wide aria-labelledby=findings-title>"
+        f"<h2 id=findings-title>Findings</h2>{body}</section>"
+    )
+
+
+def _events(now: overview.Overview) -> str:
+    lines = "".join(_event(each) for each in now.events[:MOST_EVENTS])
+    body = f"<ol class=list>{lines}</ol>"
+    if not lines:
+        body = "<p class=none>Nothing has happened since the agent began.</p>"
+    return (
+        "<section id=events aria-labelledby=events-title>"
+        "<h2 id=events-title>Recent events</h2>"
+        f"<p class=sum>The newest first, in UTC.</p>{body}</section>"
+    )
+
+
+def _event(each: Event) -> str:
+    when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
+    text = _DIGEST.sub(r"\1…", each.text)
+    return (
+        f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
+        f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"
+        f"<p class=plain><b>{escape(each.subject)}</b> {escape(text)}</p></li>"
+    )
+
+
+def ago(seconds: float) -> str:
+    """``12 min``: coarse, so that a live page does not change every second."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "less than a minute"
+
+
+def _clock(at: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%H:%M:%S}"
+
+
+# --- the runbook; scripts/runbook_doc.py makes docs/runbook.md of it, too
+
+
+@dataclass(frozen=True)
+class RunbookEntry:
+    """What a finding or an alert means, how to look, what to do (runbook.yaml).
+
+    ``look`` and ``do`` of an alert are those of the finding behind it (``see``).
+
+    ``severity``: of a finding; empty where rules or alerts have it as data.
+    """
+
+    name: str
+    means: str
+    look: str = ""
+    do: str = ""
+    see: str = ""
+    severity: str = ""
+
+    @property
+    def is_alert(self) -> bool:
+        return self.name[:1].isupper()
+
+
+@functools.lru_cache(maxsize=1)
+def runbook_entries() -> Sequence[RunbookEntry]:
+    """All of them, in the order of the file; read when it is first asked for."""
+    file = _FILES / "runbook.yaml"
+    found = [RunbookEntry(**each) for each in yaml.safe_load(file.read_text(encoding="utf-8"))]
+    by_name = {each.name: each for each in found}
+    return tuple(
+        replace(e, look=by_name[e.see].look, do=by_name[e.see].do) if e.see else e for e in found
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _by_name() -> dict[str, RunbookEntry]:
+    return {each.name: each for each in runbook_entries()}
+
+
+def runbook_entry(rule: str) -> RunbookEntry | None:
+    """The entry of a finding's rule or of an alert."""
+    return _by_name().get(LOG_LINES if rule.startswith("log-") else rule)
+
+
+@functools.lru_cache(maxsize=1)
+def runbook() -> str:
+    """A page of its own, so that it can be read on a node that reaches nothing else."""
+    parts = ["<section class=wide><h1>Runbook</h1><dl>"]
+    for each in runbook_entries():
+        parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
+        for word, text in (("", each.means), ("Look: ", each.look), ("Do: ", each.do)):
+            parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
+    parts.append("</dl></section>")
+    back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
+    return _document("nodeagent runbook", back, f"<main id=content>{''.join(parts)}</main>")
