@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cache.sources import base
 from cache.store import manifest
@@ -73,12 +73,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Eviction:
-    """What an operator last asked to be taken out.
+    """What an operator last asked to be taken out. One that failed after it had begun goes on by
+    itself."""
 
-    ``state``: '', queued, running, evicted, or failed (goes on by itself when it had begun).
-    """
-
-    state: str = ""
+    state: Literal["", "queued", "running", "evicted", "failed"] = ""
     to: int = 0  # SSD bytes that may stay
     why: str = ""
     files: int = 0  # that were taken out
@@ -99,7 +97,7 @@ class Scrub:
     """The scrub of a generation. ``state``: '', running, good, bad, cancelled or failed."""
 
     state: str = ""
-    reason: str = ""  # why this round: suspect, crash or round
+    reason: Literal["", "suspect", "crash", "round"] = ""  # why this round
     why: str = ""
     files: int = 0  # to check in all
     bytes: int = 0

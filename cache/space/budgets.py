@@ -12,6 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Literal
 
 import structlog
 
@@ -320,7 +321,7 @@ class Budgets:
         asked = dataset.eviction
         files, before = dataset.evicted, dataset.freed
         dataset.eviction = dataclasses.replace(asked, state="running")
-        result = "failed"
+        result: Literal["evicted", "failed"] = "failed"
         try:
             async with dataset.lock:
                 allowed = self._limits_of(dataset, "evict")

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -42,7 +42,8 @@ from cache.store import disk, image_copy, index, large, manifest, subset, tree
 GENERATION_FORMAT = 1  # of generation.json
 TRASH = ".trash"
 NAME = "generation.json"
-STATES = ("new", "filling", "partial", "complete", "stale")
+State = Literal["new", "filling", "partial", "complete", "stale"]  # stale: of another source
+STATES = get_args(State)
 _STORED = ("tree", image_copy.IMAGE, image_copy.CHUNKS)  # of a generation that has begun
 _PROBE = ".probe"
 READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"
@@ -59,10 +60,10 @@ class Generation(manifest.Counts):
     dataset: str
     identity: str  # JSON of what the settings name
     marks: dict[str, str] = field(default_factory=dict)  # what it is filled from (store.identity)
-    state: str = "new"  # new, filling, partial, complete, stale (its source is another one now)
+    state: State = "new"
     skeleton: bool = False  # every directory of the source is in the tree
     wanted: bool = False  # an operator asked to warm it
-    paused: str = ""  # paused, cancelled or evicted: not filled until an operator asks
+    paused: Literal["", "paused", "cancelled", "evicted"] = ""  # not filled until an operator asks
     why: str = ""  # why it is partial, or why the last fill failed
     created: float = 0.0  # Unix time
     completed: float = 0.0

@@ -42,7 +42,7 @@ RETRY_SECONDS = (5.0, 600.0)  # after a scrub that failed
 class ScrubPass(running.Pass):
     """A verify that leaves the dataset's figures alone. ``shown``: how far it is."""
 
-    def __init__(self, dataset: Dataset, target: Generation, reason: str) -> None:
+    def __init__(self, dataset: Dataset, target: Generation, reason: scrub_order.Reason) -> None:
         super().__init__(dataset, "verify", target)
         self._read = 0  # bytes
         self.shown = Scrub("running", reason)
@@ -159,7 +159,9 @@ class Scrubber:
             last=max(record.scrubbed, record.completed, record.created),
         )  # fmt: skip
 
-    def _ahead(self, dataset: Dataset, target: Generation, reason: str) -> list[Generation]:
+    def _ahead(
+        self, dataset: Dataset, target: Generation, reason: scrub_order.Reason
+    ) -> list[Generation]:
         """Those that have read, or will read, what they share with ``target``: in the order of
         their turns."""
         every = [dataset.current, *dataset.earlier]

@@ -8,10 +8,14 @@ those.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from cache.settings import ScrubSettings
 
-SUSPECT, CRASH, ROUND = "suspect", "crash", "round"
+Reason = Literal["suspect", "crash", "round"]
+SUSPECT: Final = "suspect"
+CRASH: Final = "crash"
+ROUND: Final = "round"
 # No job reads a suspect store: as many readers as keep an SSD busy.
 SUSPECT_WORKERS, WORKERS = 4, 1
 
@@ -31,7 +35,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Choice:
     name: str
-    reason: str
+    reason: Reason
     earlier: str = ""
 
 
@@ -44,10 +48,11 @@ class Pace:
 def choose(candidates: Iterable[Candidate], settings: ScrubSettings, now: float) -> Choice | None:
     """``now``: Unix time. A time in the future (the clock was set back) counts as long ago."""
     found = list(candidates)
-    for reason, those in (
+    urgent: list[tuple[Reason, list[Candidate]]] = [
         (SUSPECT, [each for each in found if each.suspect]),
         (CRASH, [each for each in found if each.crashed and settings.every > 0]),
-    ):
+    ]
+    for reason, those in urgent:
         if those:
             first = min(those, key=lambda c: (c.earlier != "", -c.priority, c.name, c.earlier))
             return Choice(first.name, reason, first.earlier)

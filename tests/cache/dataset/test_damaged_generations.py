@@ -225,7 +225,7 @@ async def test_bad_files_that_an_update_has_linked_are_taken_out_before_it_goes_
     await jobs._fill(shown, next_one)
     kinds = ["withdraw", "withdraw", "update"]
     assert ran == [(kind, next_one.folder) for kind in kinds]
-    assert next_one.record.state == "complete"
+    assert shown.next.record.state == "complete"
 
     # Found after the last fill: it is filled once more before it serves.
     generations.write_quarantined(Path(next_one.folder), BAD)

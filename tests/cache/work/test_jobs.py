@@ -66,7 +66,7 @@ class Source:
 
 
 def dataset(
-    folder: Path, source: base.Source, state: str = "complete", freshness: Any = "frozen"
+    folder: Path, source: base.Source, state: Any = "complete", freshness: Any = "frozen"
 ) -> Dataset:
     settings = DatasetSettings(
         name="a", freshness=freshness, source=DirSource(kind="dir", path=folder / "source")

@@ -56,7 +56,7 @@ def test_without_a_period_only_doubt_is_a_reason() -> None:
 
 
 def test_pace() -> None:
-    def rate(reason: str, *, filling: bool, earlier: str = "") -> int:
+    def rate(reason: scrub_order.Reason, *, filling: bool, earlier: str = "") -> int:
         chosen = Choice("a", reason, earlier)
         return scrub_order.pace(chosen, EVERY, filling=filling).bytes_per_second
 
