@@ -208,6 +208,8 @@ class Verifier:
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
+                if error.errno in tree.SOURCE_GONE:
+                    raise
                 return f"cannot be read in the store: {copy.reason(error)}", size
             if place.source is not None:
                 return self._compare(stored, kept, name, place.source), size
@@ -217,8 +219,11 @@ class Verifier:
         with contextlib.ExitStack() as stack:
             source = None
             if place.job.reachable:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                try:
                     source = stack.enter_context(tree.opened(self.source, place.job.path))
+                except OSError as error:  # the store's file is not to blame
+                    if error.errno in tree.SOURCE_GONE:
+                        raise
             return self._check_large(place.directory, name, kept, source)
 
     def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:

@@ -1,13 +1,15 @@
 """Large files: copied extent by extent, resumed after a kill, checked and repaired by extent."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cache.fill import protocol
+from cache.fill import protocol, verify_worker
 from cache.store import extents, large, tree
 from tests.cache import passes
 from tests.cache.fill.test_fill import Fill, begin, silent_agent
@@ -69,6 +71,39 @@ def test_copy_is_whole_sparse_and_known_by_its_extents(made: passes.Generation) 
     assert made.verify().result == "good"
     wanted = protocol.VerifyEnd(checked_files=3, checked_bytes=2 * SIZE + 5)
     assert made.verify().verify == wanted
+
+
+@pytest.mark.parametrize(
+    ("failure", "ends"),
+    [(errno.ENOTCONN, True), (errno.EIO, False), (errno.EACCES, False), (errno.ENOENT, False)],
+)
+def test_a_source_that_fails_makes_no_stored_file_bad(
+    made: passes.Generation, monkeypatch: pytest.MonkeyPatch, failure: int, ends: bool
+) -> None:
+    """Bad extents would be fetched from it, so its directory is opened beside the stored file."""
+    write(made.source / "d/big", b"one")
+    assert made.fill().result == "complete"
+    stored = os.open(made.tree, os.O_RDONLY)
+    source = os.open(made.source, os.O_RDONLY)
+    opened = tree.opened
+
+    def failing(root: int, path: list[str]) -> Any:
+        if root == source:
+            raise OSError(failure, os.strerror(failure))
+        return opened(root, path)
+
+    monkeypatch.setattr(tree, "opened", failing)
+    own: Any = SimpleNamespace(generation=made.folder, tree=stored)
+    throttle: Any = SimpleNamespace(step=lambda *_: None)
+    verifier = verify_worker.Verifier(own, source, throttle)
+    job = protocol.Verify(
+        directory=1, path=["d"], entries=None, against_source=False, reachable=True
+    )
+    if ends:
+        with pytest.raises(OSError, match="not connected"):
+            verifier.verify(job)
+        return
+    assert verifier.verify(job).bad == []
 
 
 def stop_in_the_middle(fill: Fill) -> int:
