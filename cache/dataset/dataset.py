@@ -396,10 +396,13 @@ class Dataset(standing.Standing):
 
         It is made with the view: until then a pod that asks for it as a directory has to wait.
         """
-        access = self.settings.access
-        if self._allowed == access or self.removed or self.newer is not None:
+        if self.removed or self.newer is not None or self.stage is Stage.NONE:
             return
-        if self.stage is Stage.NONE:
+        await self._set_access()
+
+    async def _set_access(self) -> None:
+        access = self.settings.access
+        if self._allowed == access:
             return
         wanted = access.owner, access.group, access.mode, self.source.place
         if not view.is_allowed(self.view, *wanted):
@@ -543,10 +546,11 @@ class Dataset(standing.Standing):
                 stamp, hide, deadline=VIEW_SECONDS,
             )  # fmt: skip
             log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
-            self.stage = stage
             major, _, minor = done["device"].partition(":")
             device = int(major), int(minor)
             self.mounted = view.Mounted(done.pop("mount"), device, done["root"])
+            await self._set_access()  # before anybody hears that it is served
+            self.stage = stage
         self.due.refresh_wanted = False
         if not done.pop("clean"):
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]

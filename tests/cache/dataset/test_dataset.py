@@ -3,9 +3,16 @@
 import functools
 import itertools
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+import kit.child
 from cache.dataset.action import Action, Facts, next_action
+from cache.views import view
 from cache.views.view import Stage
+from tests.cache.work import test_jobs
 
 FLAGS = [name for name in Facts.__dataclass_fields__ if name != "stage"]
 
@@ -180,3 +187,25 @@ def test_actions_converge_on_the_best_view() -> None:
         elif now.reached and now.servable:
             overlay = now.skeleton or (facts.stage is Stage.OVERLAY and not facts.stale)
             assert now.stage is (Stage.OVERLAY if overlay else Stage.SOURCE)
+
+
+async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), "new")
+    did: list[tuple[str, Stage]] = []
+
+    async def call(function: Any, *_: Any, deadline: float) -> Any:
+        did.append((function.__name__, shown.stage))
+        done = {"device": "1:2", "mount": 5, "root": "/", "layer": "", "clean": True}
+        return done if function is view.publish else None
+
+    async def save() -> None:
+        """Nothing is kept."""
+
+    monkeypatch.setattr(kit.child, "call", call)
+    monkeypatch.setattr(view, "is_allowed", lambda *_: False)
+    monkeypatch.setattr(shown, "save_state", save)
+    await shown.publish(Stage.SOURCE)
+    assert did == [("publish", Stage.NONE), ("allow", Stage.NONE)]
+    assert shown.stage is Stage.SOURCE
