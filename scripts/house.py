@@ -52,7 +52,7 @@ LARGER = {
     "preheat/pulling/pull.py:Puller": (17, 20),
     "preheat/pulling/reconciler.py:Reconciler": (26, 26),
     "preheat/runtimes/containerd.py:Containerd": (11, 31),
-    "volumes/audit/service.py:Audit": (28, 31),
+    "volumes/audit/service.py:Audit": (26, 30),
     "volumes/guard/kernel.py:Kernel": (8, 26),
     "volumes/ledger/witness.py:Witness": (16, 18),
 }
