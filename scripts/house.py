@@ -46,7 +46,7 @@ LARGER = {
     "cache/store/index.py:Index": (1, 57),
     "cache/work/jobs.py:Jobs": (13, 28),
     "kube/watching.py:Watch": (19, 16),
-    "volumes/audit/service.py:Audit": (28, 31),
+    "volumes/audit/service.py:Audit": (26, 30),
     "volumes/guard/kernel.py:Kernel": (8, 26),
     "volumes/ledger/witness.py:Witness": (16, 18),
 }

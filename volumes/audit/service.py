@@ -46,7 +46,7 @@ log = structlog.get_logger("audit")
 
 ORIGIN = "volume-audit"
 _DEBOUNCE_SECONDS = 0.2  # a burst of mounts is one change
-# While kubelet has a mount namespace of its own: only pid 1's mount table is watched.
+# While kubelet has a mount namespace of its own, whose mounts are heard of a minute late at first.
 _OWN_NAMESPACE_SECONDS = 5.0
 _MOST_SCANS = 3  # of one round: quick, namespaces, open files
 _MOST_FORMER = 64
