@@ -59,7 +59,10 @@ class Image:
 
 
 def section(
-    daemon: containerd.Containerd, thresholds: dict[str, Any] | None = None, **more: Any
+    daemon: containerd.Containerd,
+    thresholds: dict[str, Any] | None = None,
+    node: str = "node",
+    **more: Any,
 ) -> settings.PreheatSettings:
     """Settings as a file would give them; no spread, so that nothing waits. ``thresholds``: of the
     kubelet; by default it lets the disk be full, as that of the tests may be."""
@@ -72,7 +75,7 @@ def section(
     }
     made: settings.PreheatSettings = constants.made(settings.PreheatSettings, **values | more)
     named = kubelet_files.written(daemon.socket.parent, **thresholds or {})
-    return made.at(ThisNode(kubelet=KubeletSettings.model_validate(named)))
+    return made.at(ThisNode(name=node, kubelet=KubeletSettings.model_validate(named)))
 
 
 @dataclass
