@@ -138,7 +138,7 @@ def test_a_missing_directory_or_secret_keeps_no_guard_away(
     try:
         node.helm("upgrade", node.image.tag)
         check(node, settings_in_force=True)
-        # It is not ready without its dataset, and the guard is there all the same.
+        # One dataset lacks its source, and the guard is there all the same.
         node.kube.kubectl("delete", "pod", "-n", installed.SPACE, "-l", installed.PODS)
         check(node, settings_in_force=True)
 
