@@ -16,7 +16,7 @@ from tests.testbed.agent import ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
 
-SLIP = "budgets"  # an unknown key of the section cache
+SLIP, WRONG = "object_keys", "no/absolute/path"  # of the section cache; no schema can tell
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_slip_in_the_configmap_never_lowers_the_guard(
     check(node, settings_in_force=True)
 
     with installed.attempts(node.cell, volume) as first:
-        node.values["settings"]["cache"][SLIP] = 1
+        node.values["settings"]["cache"][SLIP] = WRONG
         with pytest.raises(AssertionError, match="pre-upgrade hooks failed"):
             node.helm("upgrade", node.image.tag)
         said = node.kube.kubectl("logs", "-n", installed.SPACE, "job/nodeagent--check")

@@ -61,6 +61,19 @@ nodeagent/pool: {{ .pool }}
 {{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
 {{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
 {{- end -}}
+{{- /* Where these words have no quotes, YAML takes them for true and false. */ -}}
+{{- if kindIs "map" $all.volumes -}}
+{{- range $section := list "guard" "repair" -}}
+{{- $found := index $all.volumes $section -}}
+{{- if kindIs "map" $found -}}{{- if kindIs "bool" $found.mode -}}{{- $_ := set $found "mode" (ternary "on" "off" $found.mode) -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- $actions := (($all.volumes).audit).actions -}}
+{{- if kindIs "map" $actions -}}
+{{- range $action, $mode := $actions -}}
+{{- if kindIs "bool" $mode -}}{{- $_ := set $actions $action (ternary "on" "off" $mode) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := list "store" "views" -}}
 {{- $path := toString ((($all.cache) | default dict) | dig $name "") -}}
 {{- if and $path (not (hasPrefix (printf "%s/" $host.state) (clean $path))) -}}
