@@ -215,7 +215,8 @@ def _warm_ended(d: dict[str, Any]) -> bool:
 
 
 def _judge(d: dict[str, Any]) -> None:
-    thing, remedy = f"dataset {d['name']}", "see 'nodeagent dataset show'"
+    name = d["name"]
+    thing, remedy = f"dataset {name}", f"see 'nodeagent dataset show {name}'"
     if d["state"] in ("waiting", "failed"):
         why = d["why"].removeprefix(f"{thing}: ")
         raise NotFinishedError(kit.errors.SourceError.exit_code, thing, why, "")
@@ -235,7 +236,10 @@ async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) ->
             found: dict[str, Any] = last
             return found
     raise NotFinishedError(
-        STOPPED, f"dataset {name}", "the agent ended the stream", "see 'nodeagent dataset show'"
+        STOPPED,
+        f"dataset {name}",
+        "the agent ended the stream",
+        f"see 'nodeagent dataset show {name}'",
     )
 
 
@@ -327,7 +331,7 @@ def evict(ctx: CommandContext, name: str, to: str, force: bool, wait: bool, as_j
     if wait and shown["evict"] and shown["evict"]["state"] == "failed":
         why = shown["evict"]["why"]
         raise NotFinishedError(
-            STOPPED, f"eviction from {name}", why, "see 'nodeagent dataset show'"
+            STOPPED, f"eviction from {name}", why, f"see 'nodeagent dataset show {name}'"
         )
 
 

@@ -301,13 +301,15 @@ class Cache:
             reasons.append("the store has come back")
         if self.no_store is not None:
             reasons.append(f"{self.no_store} (jobs read from the sources)")
-        reasons += [
+        reasons += self.csi.reasons()
+        # Not a matter of readiness: one wrong source must not stop the rollout of every node.
+        datasets = [
             f"{d.name}: not published ({d.why() or _reason(d)})"
             for d in self.datasets.values()
             if d.stage is view.Stage.NONE and not d.removed
         ]
-        reasons += self.csi.reasons()
-        return kit.room.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
+        ready = alive and not reasons
+        return kit.room.Health(alive=alive, ready=ready, reasons=[*reasons, *datasets])
 
     def metrics(self) -> Iterable[Metric]:
         yield from status.metrics(

@@ -168,8 +168,8 @@ _STATE_FILES = {
     "cache-disk.json": "without cache.disk the store is used only where one is found",
     "dataset-uses.json": "datasets count as used when the agent started",
     "datasets/*.json": "a dataset of which nothing is stored may have been removed, so it is not "
-    "filled: 'nodeagent dataset warm' or 'nodeagent dataset remove' decides; else what it shows "
-    "stays what it is",
+    "filled: 'nodeagent dataset warm NAME' or 'nodeagent dataset remove NAME' decides; else what "
+    "it shows stays what it is",
     "claims/*.json": "an RBD claim is not served until the API server has answered",
     "csi/*.json": "while something is mounted where its volume was, no dataset is removed",
 }

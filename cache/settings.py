@@ -63,8 +63,8 @@ class CephfsSource(kit.settings.Section):
     manifest: str | None = Field(default=None, max_length=4096)
     """Manifest of the snapshot, read instead of listing its directories; where it cannot be used,
     they are listed. A path below 'path', as it is now; one that begins with '/' is on this host.
-    {snapshot} stands for the name of the snapshot. 'nodeagent dataset publish-manifest' writes
-    it."""
+    {snapshot} stands for the name of the snapshot. 'nodeagent dataset publish-manifest NAME --to
+    FILE' writes it."""
     user: ceph.settings.User = "admin"
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
@@ -316,7 +316,7 @@ class ScrubSettings(kit.settings.Section):
 
 class CompareSettings(kit.settings.Section):
     """Datasets with 'freshness: frozen' are compared with their sources: a sample of the files, by
-    their status alone. A difference is a finding; 'nodeagent dataset rescan' takes it over."""
+    their status alone. A difference is a finding; 'nodeagent dataset rescan NAME' takes it over."""
 
     every: kit.units.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
     """From one round to the next, give or take a tenth; 0: never. A CephFS is mounted for it."""

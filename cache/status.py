@@ -311,14 +311,15 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         )
         advice = (
             f"'nodeagent dataset verify {shown.name} --source' compares every byte and settles it; "
-            f"'nodeagent dataset remove {shown.name}' and 'warm' fill it again"
+            f"'nodeagent dataset remove {shown.name}' and 'nodeagent dataset warm {shown.name}' "
+            "fill it again"
         )
         yield finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (
-            "see 'nodeagent dataset show', raise cache.budget, or correct the source and warm the "
-            "dataset again"
+            f"see 'nodeagent dataset show {shown.name}', raise cache.budget, or correct the source "
+            f"and run 'nodeagent dataset warm {shown.name}'"
         )
         yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from of_scrubs(shown)
@@ -349,8 +350,8 @@ def of_scrubs(dataset: Dataset) -> Iterable[Finding]:
             "file is verified"
         )
         advice = (
-            "nothing, if it ends ('nodeagent dataset show' tells how far it is); check the SSD "
-            "(smartctl, kernel log)"
+            f"nothing, if it ends ('nodeagent dataset show {name}' tells how far it is); check the "
+            "SSD (smartctl, kernel log)"
         )
         yield finding("dataset-suspect", name, Severity.WARNING, message, advice)
     advice = "check the SSD (smartctl, kernel log)"

@@ -79,7 +79,8 @@ def _unusable(problem: str) -> kit.findings.Finding:
         subject="settings",
         message=f"the settings file cannot be used, and the last good settings stay in force: "
         f"{problem}",
-        advice="correct the file (nodeagent config check); it is taken over by itself",
+        advice="correct the file ('nodeagent config check' shows each mistake); it is taken over "
+        "by itself",
     )
 
 

@@ -220,11 +220,13 @@ def config() -> None:
 
 
 @config.command("check")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path), required=False)
 @terminal.json_option
-def check(file: Path, as_json: bool) -> None:
-    """Print the effective settings of FILE, or what is wrong with it and in which line."""
-    settings = configfile.load(file)
+@click.pass_obj
+def check(ctx: Context, file: Path | None, as_json: bool) -> None:
+    """Print the effective settings of FILE (default: the agent's own file), or each mistake with
+    its line."""
+    settings = configfile.load(file or ctx.config)
     if as_json:
         terminal.print_json(settings.model_dump(mode="json", exclude_none=True))
     else:

@@ -97,7 +97,7 @@ def _full(folder: Path, why: str) -> Finding:
         message=f"the file system of {folder} {why}: nothing that has to be remembered is done, as "
         "a removal, a choice or a permission to format",
         advice=f"free some space on the file system of {folder} (logs, ended containers, images; "
-        "'nodeagent dataset evict' if the store is there, too), or make it writable",
+        "'nodeagent dataset evict NAME' if the store is there, too), or make it writable",
     )
 
 

@@ -134,12 +134,12 @@ class Findings:
 
     def metrics(self) -> Iterable[Metric]:
         found = collections.Counter(
-            (origin, str(each.severity))
+            (origin, each.rule, str(each.severity))
             for origin, by_id in self._by_origin.items()
             for each in by_id.values()
         )
         text = "Current findings; no series of what finds nothing."
-        yield kit.metrics.gauge("findings", text, found, "origin", "severity")
+        yield kit.metrics.gauge("findings", text, found, "origin", "rule", "severity")
 
 
 # --- what runs

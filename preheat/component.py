@@ -214,7 +214,9 @@ class Preheat:
         found = self.show(text)
         if found.state in status.PRESENT:
             raise kit.errors.RefusedError(
-                f"image {found.ref}", "it is already on the node", "release it with 'image unpin'"
+                f"image {found.ref}",
+                "it is already on the node",
+                f"release it with 'nodeagent image unpin {found.ref}'",
             )
         return await self.unpin(found.ref)
 

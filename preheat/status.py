@@ -273,7 +273,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
             ref,
             "the image is pinned, but somebody removes it more often than the agent restores it",
             "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
-            "--prune), or release it with 'nodeagent image unpin'",
+            "--prune), or release it with 'nodeagent image unpin REF'",
         )
     for trouble in reconciler.durability.troubles.values():
         if trouble.attempts >= PATIENCE:

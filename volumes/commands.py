@@ -364,7 +364,9 @@ def ledger(ctx: CommandContext, accept: str | None) -> Shown:
 
 @terminal.command(volume, "allow-format")
 @_DEVICE
-@click.option("--volume-id", required=True, help="The volume as 'nodeagent volume probe' shows it.")
+@click.option(
+    "--volume-id", required=True, help="The volume as 'nodeagent volume probe DEVICE' shows it."
+)
 @click.option("--reason", required=True, help="Why it may be erased; kept in the operator log.")
 def allow_format(ctx: CommandContext, device: str, volume_id: str, reason: str) -> Shown:
     """Permit to format DEVICE for a short time, whatever it holds."""

@@ -173,12 +173,14 @@ class Volumes:
 
 def guard_view(guard: controller.Controller) -> GuardView:
     """What the audit's rules ask of the guard."""
-    reasons = guard.in_force.problems()
-    if guard.in_force.wanted_mode() is not kernel.Mode.ENFORCE:
-        reasons.insert(0, f"its mode is {guard.in_force.wanted_mode()}")
+    reasons, mode = guard.in_force.problems(), guard.in_force.wanted_mode()
+    only_reports = mode is kernel.Mode.DRY_RUN and not reasons
+    if mode is not kernel.Mode.ENFORCE:
+        reasons.insert(0, f"its mode is {mode}")
     known = list(guard.manager.known.values())
     return GuardView(
         enforcing=not reasons,
+        only_reports=only_reports,
         reasons=tuple(reasons),
         mismatches=tuple(
             LedgerMismatch(

@@ -115,7 +115,7 @@ class GuardSettings(kit.settings.Section):
             if parts[1] in NEVER.get(parts[0], ()):
                 raise ValueError(
                     f"{pair!r} destroys what the device holds, and needs a lease: "
-                    "'nodeagent volume allow-format'"
+                    "'nodeagent volume allow-format DEVICE --volume-id ID --reason TEXT'"
                 )
         return value
 

@@ -48,7 +48,10 @@ def fetch(
                         held, header, records, beat, allowance=job.allowance
                     )
         except OSError as error:
-            remedy = "publish it ('nodeagent dataset publish-manifest'), or correct the path"
+            remedy = (
+                "publish it ('nodeagent dataset publish-manifest NAME --to FILE'), or correct the "
+                "path"
+            )
             raise ManifestError(f"it cannot be read ({error.strerror})", remedy) from error
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:

@@ -46,7 +46,10 @@ LONGEST_HEADER = 2**16
 SAMPLE = 16  # directories that are listed to compare them, none of more entries than this:
 MOST_COMPARED = 4096
 MARKS = (identity.CLUSTER, identity.FILESYSTEM, identity.ROOT, identity.SNAPSHOT)
-_FILL_AGAIN = "fill it again with this agent ('nodeagent dataset remove', 'warm'), then publish"
+_FILL_AGAIN = (
+    "fill it again with this agent ('nodeagent dataset remove NAME', then 'nodeagent dataset warm "
+    "NAME'), then publish"
+)
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 32
 

@@ -459,4 +459,4 @@ def _may_go_on(dataset: Dataset, target: Generation) -> bool:
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
     if (state := dataset.generation.state) in ("complete", "partial"):
         why = f"it is {state}, there is nothing to {what}"
-        raise dataset.refused(why, "see 'nodeagent dataset show'")
+        raise dataset.refused(why, f"see 'nodeagent dataset show {dataset.name}'")

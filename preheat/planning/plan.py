@@ -42,7 +42,7 @@ def hurdle(facts: Facts, now: float) -> str:
     """Why it must not be pulled now; empty when it may."""
     request, lookup, failed = facts.request, facts.lookup, facts.failed
     if request.released:
-        return "released by an operator; 'nodeagent image preheat' requests it again"
+        return "released by an operator; 'nodeagent image preheat REF' requests it again"
     if request.paused:
         return "paused by an operator"
     if request.dropped_until is not None:

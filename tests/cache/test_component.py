@@ -42,6 +42,24 @@ def cache(tmp_path: Path, root: Path) -> component.Cache:
     return component.Cache(settings, state_dir=tmp_path / "state", reporter=Nobody())
 
 
+class Broken:
+    """A dataset that nothing serves."""
+
+    name, stage, removed = "a", view.Stage.NONE, False
+
+    def why(self) -> str:
+        return "no monitor answers"
+
+
+def test_one_dataset_that_nothing_serves_is_told_and_leaves_the_agent_ready(
+    cache: component.Cache,
+) -> None:
+    cache.datasets["a"] = Broken()  # type: ignore[assignment]
+    health = cache.health()
+    assert health.ready
+    assert list(health.reasons) == ["a: not published (no monitor answers)"]
+
+
 async def test_trash_counts_until_deleted_and_is_retried(
     root: Path, cache: component.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from tests.testbed.agent import ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
 
-SLIP = "budgets"  # an unknown key of the section cache
+SLIP, WRONG = "object_keys", "no/absolute/path"  # of the section cache; no schema can tell
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_slip_in_the_configmap_never_lowers_the_guard(
     check(node, settings_in_force=True)
 
     with installed.attempts(node.cell, volume) as first:
-        node.values["settings"]["cache"][SLIP] = 1
+        node.values["settings"]["cache"][SLIP] = WRONG
         with pytest.raises(AssertionError, match="pre-upgrade hooks failed"):
             node.helm("upgrade", node.image.tag)
         said = node.kube.kubectl("logs", "-n", installed.SPACE, "job/nodeagent--check")
@@ -138,7 +138,7 @@ def test_a_missing_directory_or_secret_keeps_no_guard_away(
     try:
         node.helm("upgrade", node.image.tag)
         check(node, settings_in_force=True)
-        # It is not ready without its dataset, and the guard is there all the same.
+        # One dataset lacks its source, and the guard is there all the same.
         node.kube.kubectl("delete", "pod", "-n", installed.SPACE, "-l", installed.PODS)
         check(node, settings_in_force=True)
 

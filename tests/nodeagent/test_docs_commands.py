@@ -17,6 +17,10 @@ PAGES = docpages.PAGES
 RUN = {"tutorial.md": ("", "tests/nodeagent/test_tutorial.py")}
 RUN["kubernetes.md"] = ("Tutorial: ", "tests/kube/test_tutorial.py")
 DASHBOARDS = "--from-file=deploy/dashboards"
+MONITORED = (
+    "helm upgrade --install nodeagent deploy/chart -n nodeagent -f values.yaml  --set "
+    "metrics.podMonitor.enabled=true,prometheusRule.enabled=true,dashboards.enabled=true"
+)
 # Other blocks, by page and first command: the test that does what they do, or why none can.
 COVERED = {
     ("README.md", "make run"): "tests/nodeagent/test_tutorial.py",
@@ -40,6 +44,7 @@ COVERED = {
         "deploy.md",
         f"kubectl create configmap nodeagent-dashboards -n monitoring {DASHBOARDS}",
     ): "tests/nodeagent/test_dashboards.py",
+    ("monitoring.md", MONITORED): "tests/deploy/test_chart_monitoring.py",
     (
         "kubernetes.md",
         "kubectl wait --for=condition=Ready cacheddataset/coco --timeout=1h",

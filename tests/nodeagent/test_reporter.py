@@ -66,12 +66,16 @@ def test_findings_of_an_origin_are_bounded() -> None:
     assert len(port.current()) == state.MOST_FINDINGS
 
 
-def test_metrics_count_by_origin_and_severity() -> None:
+def test_metrics_count_by_origin_rule_and_severity() -> None:
     port = state.Findings()
     port.report("x", [finding("a"), finding("b"), finding("c", Severity.CRITICAL)])
     (family,) = port.metrics()
-    counts = {(s.labels["origin"], s.labels["severity"]): s.value for s in family.samples}
-    assert counts == {("x", "warning"): 2, ("x", "critical"): 1}
+    counts = {
+        (s.labels["origin"], s.labels["rule"], s.labels["severity"]): s.value
+        for s in family.samples
+    }
+    rule = finding("a").rule
+    assert counts == {("x", rule, "warning"): 2, ("x", rule, "critical"): 1}
     port.report("x", [finding("a")])
     (family,) = port.metrics()
     assert [(s.labels["severity"], s.value) for s in family.samples] == [("warning", 1)]

@@ -20,14 +20,16 @@ class QueryError(Exception):
 
 
 class Prometheus:
-    """Scrapes ``targets`` (a name and HOST:PORT each, the name is the label ``instance``)."""
+    """Scrapes ``targets`` (a name and HOST:PORT each, the name is the label ``instance``).
 
-    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
+    ``more``: of the scrape, as in Prometheus' file."""
+
+    def __init__(self, folder: Path, targets: dict[str, str], **more: Any) -> None:
         folder.mkdir(parents=True)
         self._address = f"127.0.0.1:{ports.free(1)[0]}"
         static = [{"targets": [at], "labels": {"instance": name}} for name, at in targets.items()]
         often = f"{SCRAPE_SECONDS}s"
-        scrape = {"job_name": "nodeagent", "static_configs": static}
+        scrape = {"job_name": "nodeagent", "static_configs": static, **more}
         (folder / "prometheus.yml").write_text(
             yaml.safe_dump({"global": {"scrape_interval": often}, "scrape_configs": [scrape]})
         )

@@ -30,13 +30,16 @@ class LedgerMismatch:
 
 @dataclass(frozen=True)
 class GuardView:
-    """The state of the format guard, as the rules need it. ``unreadable`` names devices."""
+    """The state of the format guard, as the rules need it. ``unreadable`` names devices.
+
+    ``only_reports``: it is in force as wanted, and wanted is dry-run."""
 
     enforcing: bool
     reasons: tuple[str, ...] = ()
     mismatches: tuple[LedgerMismatch, ...] = ()
     unreadable: tuple[str, ...] = ()
     verdicts: Mapping[str, str] = field(default_factory=dict)  # device name -> the last probe's
+    only_reports: bool = False
 
 
 @dataclass(frozen=True)

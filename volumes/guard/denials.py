@@ -16,8 +16,10 @@ from typing import TypeVar
 import kit.findings
 from linux import procfs
 from volumes.guard import kernel
+from volumes.probe.examine import CONTENT, Kind
 
 KeyT = TypeVar("KeyT", bound=tuple[Hashable, ...])
+_HELD = CONTENT | {Kind.UNKNOWN_CONTENT, Kind.AMBIVALENT}  # it can be read, and is not blank
 KEPT = 256  # newest denials, for the status
 MOST_GROUPS = 128  # (volume, program) pairs with a finding of their own
 MOST_CALLERS = 16  # of one device that are kept apart; a program may change its name each time
@@ -190,15 +192,20 @@ def _keep(kept: OrderedDict[KeyT, Denial], key: KeyT, new: Denial, most: int) ->
 def _advice(denial: Denial) -> str:
     if not denial.denied:
         return (
-            "It was NOT stopped. Stop the volume's users and examine what it holds now: nodeagent "
-            f"volume probe /dev/{denial.device}. In mode enforce it would have been denied"
+            "It was NOT stopped. Stop the volume's users and examine what it holds now: 'nodeagent "
+            f"volume probe /dev/{denial.device}'. In mode enforce it would have been denied"
+        )
+    # No command that permits the format: what stands ready here is pasted at night.
+    if denial.verdict.partition(" ")[0] in _HELD:
+        return (
+            "The volume is unchanged and holds data: never allow the format. Correct the device, "
+            "the type of file system or the PersistentVolume that the pod names. 'nodeagent volume "
+            f"explain /dev/{denial.device}' says what is known of the volume"
         )
     return (
         "Do not force it: the volume is unchanged. 'nodeagent volume explain "
-        f"/dev/{denial.device}' says what is known of it; what is proven blank is formatted at the "
-        "next try. If its content is certainly not needed: nodeagent volume allow-format "
-        f"/dev/{denial.device} "
-        f"--volume-id {denial.volume or 'ID'} --reason TEXT"
+        f"/dev/{denial.device}' says what is known of the volume and what to do next. A volume "
+        "that is proven blank is formatted at the next try"
     )
 
 

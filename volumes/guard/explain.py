@@ -75,7 +75,7 @@ def page(
     elif device["may_be_formatted"]:
         yield "  formatting allowed now: it has a lease"
     else:
-        yield "  formatting refused" + ("" if mode == "enforce" else f" (but the mode is {mode})")
+        yield f"  formatting {_verdict(mode)}"
     for reason in device["reasons"]:
         yield f"             because {reason}"
     if not agent:
@@ -90,6 +90,21 @@ def page(
         yield f"Next: {_by_hand(repair)}"
         return
     yield f"Next: {_next_step(device, ledger, denials, mode, agent)}"
+
+
+def _verdict(mode: str) -> str:
+    """What the mode does with a format that has no lease."""
+    if mode == "enforce":
+        return "refused"
+    if mode == "dry-run":
+        return "NOT refused: the mode is dry-run, and the guard only reports. In enforce: refused"
+    return f"NOT refused: the mode is {mode}, and nothing guards the volume. In enforce: refused"
+
+
+def _still_refused(mode: str) -> str:
+    if mode == "enforce":
+        return "a format stays refused"
+    return f"a format is NOT refused in mode {mode}: run no mkfs, and see that no pod does"
 
 
 def _seen(verdict: dict[str, Any]) -> str:
@@ -199,7 +214,7 @@ def _next_step(
         return _not_understood(device, kind)
     if kind == "blank_verified":
         return _blank(device, ledger, mode, agent) if watched else _blank_unwatched(device)
-    return _with_content(device, ledger, denials, agent)
+    return _with_content(device, ledger, denials, mode, agent)
 
 
 def _held(device: dict[str, Any]) -> str:
@@ -315,6 +330,7 @@ def _with_content(
     device: dict[str, Any],
     ledger: dict[str, Any] | None,
     denials: list[dict[str, Any]],
+    mode: str,
     agent: bool,
 ) -> str:
     holds = _content(device["verdict"]) or device["verdict"]["verdict"]
@@ -322,8 +338,8 @@ def _with_content(
         return (
             f"It held {device['changed_from']} and holds {holds} now: it was formatted, or another "
             f"image is mapped in its place. Stop its users and find out who did it; "
-            f"{_compare(device)}. Only if that was intended: nodeagent volume ledger --accept "
-            f"{device['volume']}" + ("" if agent else " (it needs an agent)")
+            f"{_compare(device)}. Only if that was intended: 'nodeagent volume ledger "
+            f"--accept {device['volume']}'" + ("" if agent else " (it needs an agent)")
         )
     wanted = ""
     if denials:
@@ -334,7 +350,7 @@ def _with_content(
         )
     if not device.get("watched", True) or not device["volume"]:
         return (
-            f"Nothing to mend on it: it holds {holds}, and a format stays refused. Nobody "
+            f"Nothing to mend on it: it holds {holds}, and {_still_refused(mode)}. Nobody "
             f"remembers what it held before, so only its owner can say whether that is right"
             f"{wanted}"
         )
@@ -352,7 +368,7 @@ def _with_content(
             f"what was there before. {written}Accept nothing and format nothing{wanted}"
         )
     return (
-        f"Nothing: it holds what was last seen on it, {holds}, and a format stays refused{wanted}"
+        f"Nothing: it holds what was last seen on it, {holds}, and {_still_refused(mode)}{wanted}"
     )
 
 

@@ -274,7 +274,7 @@ class LeaseManager:
             raise kit.errors.RefusedError(
                 path,
                 f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
-                "name the volume that 'nodeagent volume probe' shows",
+                f"name the volume that 'nodeagent volume probe {path}' shows",
             )
         if blockdev.in_use(device):
             raise kit.errors.InUseError(

@@ -52,6 +52,10 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             f"nothing guarded this node when the agent started, and {force.came_late} devices "
             "were attached",
             "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
+            # In dry-run nothing would have been refused either.
+            severity=Severity.WARNING
+            if force.wanted_mode() is kernel.Mode.ENFORCE
+            else Severity.INFO,
         )
     present, kernels = force.present, force.guard
     attached = present if present is not None and present.attached else None
@@ -75,7 +79,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             "guard-overridden",
             f"{change.by} set mode {change.mode} over the settings' "
             f"{force.memory.settings_mode(force.settings)}: {change.reason}",
-            "Return to the settings: nodeagent volume guard set-mode settings",
+            "Return to the settings: 'nodeagent volume guard set-mode settings --reason TEXT'",
         )
     yield from _of_witness(guard.executor.witness)
     ledger, mirror = guard.executor.ledger, guard.executor.mirror
@@ -134,9 +138,9 @@ def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
             Severity.CRITICAL,
             f"{device.title} held {known.changed_from} and now holds {seen}: it was formatted "
             "elsewhere, or another image is mapped in its place",
-            f"Look again: nodeagent volume probe {device.path}. If it stays so, stop its users and "
-            "examine its content. If the change was intended: nodeagent volume ledger --accept "
-            f"{device.volume}",
+            f"Look again: 'nodeagent volume probe {device.path}'. If it stays so, stop its users "
+            "and examine its content. If the change was intended: 'nodeagent volume ledger "
+            f"--accept {device.volume}'",
         )
     elif known.missing:
         yield finding(

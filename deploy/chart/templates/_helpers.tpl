@@ -45,6 +45,14 @@ nodeagent/pool: {{ .pool }}
 {{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}
 {{- end -}}
 {{- if .root.Values.kubernetes.enabled -}}{{- $_ := set $made "kubernetes" dict -}}{{- end -}}
+{{- $secure := .root.Values.metrics.podMonitor.enabled -}}
+{{- if $secure -}}
+{{- $_ := set $made.admin "api" (dict
+  "listen" (printf "0.0.0.0:%v" .root.Values.metrics.port)
+  "cert_file" "/etc/nodeagent/metrics/tls.crt"
+  "key_file" "/etc/nodeagent/metrics/tls.key"
+  "kubernetes" dict) -}}
+{{- end -}}
 {{- $all := mergeOverwrite $made $given -}}
 {{- range $section, $values := (.values.settings | default dict) -}}
 {{- if kindIs "invalid" $values -}}{{- $_ := unset $all $section -}}{{- end -}}
@@ -52,6 +60,19 @@ nodeagent/pool: {{ .pool }}
 {{- range $room := list "cache" "volumes" "preheat" -}}
 {{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
 {{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
+{{- end -}}
+{{- /* Where these words have no quotes, YAML takes them for true and false. */ -}}
+{{- if kindIs "map" $all.volumes -}}
+{{- range $section := list "guard" "repair" -}}
+{{- $found := index $all.volumes $section -}}
+{{- if kindIs "map" $found -}}{{- if kindIs "bool" $found.mode -}}{{- $_ := set $found "mode" (ternary "on" "off" $found.mode) -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- $actions := (($all.volumes).audit).actions -}}
+{{- if kindIs "map" $actions -}}
+{{- range $action, $mode := $actions -}}
+{{- if kindIs "bool" $mode -}}{{- $_ := set $actions $action (ternary "on" "off" $mode) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- range $name := list "store" "views" -}}
 {{- $path := toString ((($all.cache) | default dict) | dig $name "") -}}
@@ -80,7 +101,32 @@ nodeagent/pool: {{ .pool }}
 {{- if hasSuffix (printf ":%v" $port) (toString ($admin.api | default dict).listen) -}}
 {{- fail (printf "pool %s: settings.admin.api.listen has the port %v of metrics and probes ('port'): no agent could start. Choose another port" .pool $port) -}}
 {{- end -}}
+{{- if $secure -}}
+{{- $api := $admin.api | default dict -}}
+{{- if not (hasSuffix (printf ":%v" .root.Values.metrics.port) (toString $api.listen)) -}}
+{{- fail (printf "pool %s: metrics.podMonitor.enabled asks port %v ('metrics.port'), and settings.admin.api.listen is %s: Prometheus would find nobody. Leave admin.api.listen out, or set metrics.port" .pool .root.Values.metrics.port (toString $api.listen)) -}}
+{{- end -}}
+{{- if or (ne (toString $api.cert_file) "/etc/nodeagent/metrics/tls.crt") (ne (toString $api.key_file) "/etc/nodeagent/metrics/tls.key") -}}
+{{- fail (printf "pool %s: metrics.podMonitor.enabled has Prometheus check the certificate of 'metrics.certificate', and settings.admin.api names another one (%s). Leave cert_file and key_file out and name your Secret in metrics.certificate.secretName" .pool (toString $api.cert_file)) -}}
+{{- end -}}
+{{- if not (kindIs "map" $api.kubernetes) -}}
+{{- fail (printf "pool %s: metrics.podMonitor.enabled has Prometheus show a token of the cluster, and settings.admin.api.kubernetes is null: nobody would know the token. Leave it out" .pool) -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml $all -}}
+{{- end -}}
+
+{{/* The Secret with the certificate of the scraped port, and the name in it. */}}
+{{- define "nodeagent.metricsSecret" -}}
+{{- $given := .Values.metrics.certificate -}}
+{{- if and $given.secretName $given.certManager.issuerRef -}}
+{{- fail (printf "metrics.certificate has secretName %q and certManager.issuerRef: name one of them" $given.secretName) -}}
+{{- end -}}
+{{- $given.secretName | default "nodeagent--metrics" -}}
+{{- end -}}
+
+{{- define "nodeagent.metricsServer" -}}
+nodeagent-metrics.{{ .Release.Namespace }}.svc
 {{- end -}}
 
 {{/* The settings that an agent takes over by a restart alone: of the process itself, and which rooms there are. */}}

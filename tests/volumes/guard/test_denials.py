@@ -5,7 +5,7 @@ import structlog.testing
 
 from tests.testbed import waiting
 from volumes.guard import denials, kernel, pace, reports
-from volumes.probe.examine import Kind
+from volumes.probe.examine import CONTENT, Kind, Verdict
 
 
 def _denial(device: str = "rbd0", program: str = "mkfs.ext4", **more: object) -> denials.Denial:
@@ -177,3 +177,16 @@ def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() 
 
 def test_pace_of_a_device_that_does_not_answer_is_quick() -> None:
     assert _waits(pace.Pace(), Kind.TIMEOUT, 0.0) == [0.3, 0.6, 1.2, 2.4, 4.8, 5, 5, 5]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_no_denial_hands_out_the_command_that_permits_the_format(kind: Kind) -> None:
+    kept = denials.Denials()
+    kept.waiting["rbd0"] = {"x": _denial(denied=True)}
+    kept.decided("rbd0", str(Verdict(kind, type="ext4", uuid="u", where="x", errno=5)), ("why",))
+    (found,) = kept.findings(2.0)
+    assert found.rule == "format-denied"
+    assert "allow-format" not in found.advice
+    readable = kind in CONTENT | {Kind.UNKNOWN_CONTENT, Kind.AMBIVALENT}
+    assert ("never allow the format" in found.advice) is readable
+    assert "volume explain /dev/rbd0" in found.advice

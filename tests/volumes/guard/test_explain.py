@@ -182,6 +182,18 @@ def test_attempts_to_format_what_holds_data_are_corrected_not_allowed() -> None:
     assert "Nothing: it holds what was last seen" in step and "correct that, and never" in step
 
 
+@pytest.mark.parametrize("mode", ["dry-run", "off"])
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("leased", "raw")])
+def test_where_the_mode_refuses_nothing_the_page_says_so(case: str, mode: str) -> None:
+    """Whoever decides about data here must not believe that the kernel stands before it."""
+    state, ledger, _, _, _ = CASES[case]
+    whole, _ = page(state, ledger, mode=mode)
+    assert f"formatting NOT refused: the mode is {mode}" in whole
+    assert "stays refused" not in whole and "formatting refused" not in whole
+    enforced, _ = page(state, ledger)
+    assert "formatting refused\n" in enforced and "NOT refused" not in enforced
+
+
 # (e) A partition, and a device outside volumes.guard.names: their denials are known.
 @pytest.mark.parametrize(
     ("partition_of", "seen", "said"),

@@ -20,6 +20,16 @@ def guard_not_enforcing(scene: Scene) -> Outcome:
     if scene.guard.enforcing:
         return Outcome()
     why = "; ".join(scene.guard.reasons) or "its mode is not enforce"
+    if scene.guard.only_reports:  # somebody's choice, not a fault
+        trouble = Trouble(
+            subject="guard",
+            severity=Severity.INFO,
+            message="the format guard only reports: its mode is dry-run, and no format is refused",
+            advice="when a week has passed without a finding 'format-would-be-denied', set "
+            "volumes.guard.mode to enforce",
+            evidence={"reasons": why},
+        )
+        return Outcome((trouble,))
     trouble = Trouble(
         subject="guard",
         message=f"the format guard does not enforce: {why}",

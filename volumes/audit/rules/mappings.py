@@ -102,8 +102,9 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             message=f"unmapping {device.label if device else subject} fails: {hit.text[:200]}",
             advice="held by: " + "; ".join(holders[:5])
             if holders
-            else "no holder is visible: run 'nodeagent volume show' and search for processes in "
-            "state D; never force the unmap of a device that may still be written to",
+            else "no holder is visible: run 'nodeagent volume show "
+            f"{device.path if device else 'DEVICE'}' and search for processes in state D; never "
+            "force the unmap of a device that may still be written to",
             evidence={"log": hit.text[:500], "source": hit.source, "times": str(hit.count)},
         )
 

@@ -18,6 +18,13 @@ def test_guard_not_enforcing_says_why() -> None:
     assert "dry-run" in only(agent.guard_not_enforcing, scene(guard=weak)).message
 
 
+def test_a_chosen_dry_run_is_an_info_and_a_guard_that_lacks_something_is_not() -> None:
+    for only_reports, severity in ((True, Severity.INFO), (False, None)):
+        weak = GuardView(False, reasons=("its mode is dry-run",), only_reports=only_reports)
+        assert only(agent.guard_not_enforcing, scene(guard=weak)).severity is severity
+    assert agent.guard_not_enforcing.severity is Severity.WARNING
+
+
 def test_ledger_mismatch_names_both_contents() -> None:
     odd = GuardView(True, mismatches=(LedgerMismatch("rbd0", "i", "ext4 a", "ext4 b"),))
     message = only(agent.ledger_mismatch, scene(guard=odd)).message
