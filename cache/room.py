@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import kit.errors
 import kit.settings
 import kit.traces
+import kit.units
 from cache import settings
 from cache.settings import CacheSettings, DatasetSettings, DirSource, PvcSource
 from cache.views import closed
@@ -68,6 +69,8 @@ class DatasetStatus(kit.settings.Shown):
     its verify, its eviction or wanted now. It goes on by itself."""
     message: str = ""
     """Why it is not complete; who uses a deleted one."""
+    scrubbed: str = ""
+    """When the last whole scrub of it ended (RFC 3339); empty before the first one."""
 
 
 def report(component: "Cache") -> list[DatasetStatus]:
@@ -94,6 +97,7 @@ def _reported(shown: "Dataset") -> DatasetStatus:
         percent=percent,
         waits_for=shown.waits_for() if shown.gave_way else "",
         message="" if state == "complete" else shown.why(),
+        scrubbed=kit.units.rfc3339(ended) if (ended := shown.generation.scrubbed) else "",
     )
 
 

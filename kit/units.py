@@ -103,6 +103,16 @@ def format_time(when: float) -> str:
     return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def rfc3339(when: float) -> str:
+    """``2026-11-22T04:10:05Z``, as objects of the cluster have it, from Unix time."""
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def from_rfc3339(text: str) -> float:
+    """Unix time. ValueError for what is no time."""
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
 def _setting_size(size: int) -> str:
     """The shortest exact form, so that effective settings can be read back unchanged."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("cache", "volumes", "preheat", "nodeagent", "linux", "kit", "ceph", "kube")
+ROOMS = ("cache", "volumes", "preheat", "nodeagent", "linux", "kit", "ceph", "kube", "fleet")
 GENERATED = ("_pb2", "_pb2_grpc")
 PARAMETERS = 6  # so many make a function hard to call
 

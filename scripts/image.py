@@ -23,7 +23,7 @@ PARTS = {
     "Python of Debian": ("python", "sqlite", "expat", "media-types", "tzdata", "readline"),
     "certificates, kmod, libbpf, journalctl": ("",),
 }
-AGENT = ("nodeagent", "cache", "preheat", "volumes", "ceph", "kube", "linux", "kit")
+AGENT = ("nodeagent", "cache", "preheat", "volumes", "ceph", "kube", "linux", "kit", "fleet")
 ENVIRONMENT = "/opt/nodeagent/"
 
 

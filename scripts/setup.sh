@@ -88,7 +88,7 @@ if [ "$what" != base ]; then
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
-.venv/bin/python -m compileall -q cache ceph kit kube linux nodeagent preheat volumes tests
+.venv/bin/python -m compileall -q cache ceph fleet kit kube linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
 if [ "$what" != base ] || { command -v clang >/dev/null && [ -e /usr/include/bpf/bpf_helpers.h ]; }; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.

@@ -141,7 +141,7 @@ class _Object:
     @property
     def oldest(self) -> str:
         """A node that wrote last before this is silent."""
-        return storage.rfc3339(self.now - SILENT_SECONDS)
+        return kit.units.rfc3339(self.now - SILENT_SECONDS)
 
     def chosen(self, nodes: list[View], observed: str, patient: bool) -> tuple[str, ...]:
         """Of the nodes that write and may keep it. Of a new object only once all have looked, or it
@@ -151,7 +151,7 @@ class _Object:
             return ()
         kept = were if patient else ()
         fresh = [each for each in nodes if each.written >= self.oldest or each.node in kept]
-        young = asked.created > storage.rfc3339(self.now - SETTLE_SECONDS)
+        young = asked.created > kit.units.rfc3339(self.now - SETTLE_SECONDS)
         if young and any(each.observed != observed for each in fresh):
             return were
         may = (e.node for e in fresh if (mine := e.objects.get(asked.key)) and mine.candidate)
@@ -192,7 +192,7 @@ class _Object:
             status=status,
             reason=reason,
             message=message,
-            last_transition_time=storage.rfc3339(self.now)
+            last_transition_time=kit.units.rfc3339(self.now)
             if changed
             else str(was["lastTransitionTime"]),
             observed_generation=self.asked.generation,

@@ -1,6 +1,5 @@
 """What this node's NodeStorage says. Pure: made of what the rooms report."""
 
-import datetime
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 import kit.findings
 import kit.room
+import kit.units
 from nodeagent.cluster import intent, kinds, requests
 from nodeagent.state import State
 
@@ -16,10 +16,6 @@ MOST_ENTRIES = 500
 MOST_FINDINGS = 30
 LONGEST_TEXT = 500
 LEAVING = "leaving"  # in the summary: how many deleted objects are not given up yet
-
-
-def rfc3339(when: float) -> str:
-    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def reports(state: State) -> dict[str, tuple[kit.room.Report, Any]]:
@@ -142,7 +138,7 @@ def of_findings(
             subject=each.subject[:LONGEST_TEXT],
             message=each.message[:LONGEST_TEXT],
             advice=each.advice[:LONGEST_TEXT],
-            since=rfc3339(each.since),
+            since=kit.units.rfc3339(each.since),
         )
         for each in found[:MOST_FINDINGS]
     )

@@ -102,7 +102,7 @@ class Writer:
         epoch = follower.epoch
         if now == self._written and epoch == self._epoch and time.monotonic() < self._beat:
             return
-        body = {"status": {**now, "written": storage.rfc3339(time.time())}}
+        body = {"status": {**now, "written": kit.units.rfc3339(time.time())}}
         path = client.path_to(kinds.API, kinds.NODE_STORAGES, follower.name, "status")
         try:
             await self._patch(path, body, f"NodeStorage {follower.name}")

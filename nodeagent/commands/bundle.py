@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import sys
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ JOURNAL_SECONDS = 20.0
 FILE_SECONDS = 10.0
 STATE_SECONDS = 20.0
 FORMAT = 1
+STANDARD_OUTPUT = Path("-")
 
 _KERNEL = ("version", "cmdline", "mountinfo", "filesystems", "partitions", "diskstats", "meminfo",
            "loadavg", "modules", "pressure/cpu", "pressure/io", "pressure/memory")  # fmt: skip
@@ -122,7 +124,8 @@ async def make(
     client: Callable[[], kit.room.Api],
     logs: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write the archive to ``target``, readable by its owner alone. Gives the index.
+    """Write the archive to ``target``, readable by its owner alone, or to standard output. Gives
+    the index.
 
     RefusedError when ``target`` exists, HostError when it cannot be written.
     """
@@ -247,6 +250,10 @@ async def _add_state(bundle: Bundle, settings: Any) -> None:
 
 
 def _write(target: Path, data: bytes) -> None:
+    if target == STANDARD_OUTPUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:

@@ -217,7 +217,8 @@ def completion(context: click.Context, shell: str) -> None:
 @terminal.file_option(
     "--file",
     "target",
-    help="Where to write it; default nodeagent-support-HOST-TIME.tar.gz in this directory.",
+    help="Where to write it, - for standard output; default nodeagent-support-HOST-TIME.tar.gz in "
+    "this directory.",
 )
 @terminal.file_option(
     "--log",
@@ -236,13 +237,16 @@ def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_jso
     now = datetime.datetime.now(datetime.UTC)
     stem = f"nodeagent-support-{platform.node()}-{now:%Y%m%dT%H%M%SZ}"
     target = target or Path(f"{stem}.tar.gz")
+    piped = target == bundle.STANDARD_OUTPUT
+    if piped and (as_json or sys.stdout.isatty()):
+        raise click.UsageError("--file - writes an archive: send it to a file, without --json")
     index = asyncio.run(bundle.make(target, stem, ctx.config, ctx.client, logs))
     if as_json:
         terminal.print_json({"file": str(target), **index})
         return
     lacking = [f"{each['name']}: {each['error']}" for each in index["files"] if each["error"]]
-    size = kit.units.format_size(target.stat().st_size)
-    terminal.say(f"{target}: {len(index['files'])} files, {size}")
+    size = "" if piped else f", {kit.units.format_size(target.stat().st_size)}"
+    terminal.say(f"{target}: {len(index['files'])} files{size}", error=piped)
     for each in lacking:
         terminal.say(f"not there: {each}", error=True)
 

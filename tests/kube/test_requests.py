@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 import kit.errors
+import kit.units
 from kit.room import Asking, End
-from nodeagent.cluster import intent, kinds, requests, rollup, storage
+from nodeagent.cluster import intent, kinds, requests, rollup
 from nodeagent.state import State
 from tests.kube import agents
 from tests.kube.test_crds import dataset
@@ -191,7 +192,7 @@ def node(name: str, state: str = "done", value: str = "b", message: str = "") ->
         kind=ASKED.kind, name=ASKED.name, observed_generation=3, ready=True, percent=100,
         requests=(kinds.RequestStatus(verb="verify", value=value, state=state, message=message),),
     )  # fmt: skip
-    return rollup.View(name, "now", storage.rfc3339(NOW), {ASKED.key: mine})
+    return rollup.View(name, "now", kit.units.rfc3339(NOW), {ASKED.key: mine})
 
 
 def roll(*nodes: rollup.View, before: dict[str, Any] | None = None) -> tuple[str, str, str, Any]:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nodeagent.cluster import intent, kinds, rollup, storage
+import kit.units
+from nodeagent.cluster import intent, kinds, rollup
 
 NOW = 1_800_000_000.0
 ASKED = intent.Wish("CachedDataset", "coco", "u", 3, "2026-01-01T00:00:00Z", {})
@@ -12,7 +13,7 @@ def node(name: str, observed: str = "now", age: float = 0.0, **entry: Any) -> ro
     given = {"observed_generation": 3, "ready": True, "percent": 100, "bytes": 2**30, **entry}
     mine = kinds.ObjectStatus(kind=ASKED.kind, name=ASKED.name, **given)
     objects = {} if entry.get("observed_generation") == 0 else {ASKED.key: mine}
-    return rollup.View(name, observed, storage.rfc3339(NOW - age), objects)
+    return rollup.View(name, observed, kit.units.rfc3339(NOW - age), objects)
 
 
 def roll(*nodes: rollup.View, before: dict[str, Any] | None = None) -> dict[str, Any]:

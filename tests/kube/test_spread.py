@@ -9,7 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nodeagent.cluster import intent, kinds, rollup, storage
+import kit.units
+from nodeagent.cluster import intent, kinds, rollup
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.testbed import waiting
@@ -76,7 +77,7 @@ def node(name: str, observed: str = "now", age: float = 0.0, ready: bool = True)
         percent=100 if ready else 0,
     )  # fmt: skip
     return rollup.View(
-        name, observed, storage.rfc3339(NOW - age), {("CachedDataset", "coco"): mine}
+        name, observed, kit.units.rfc3339(NOW - age), {("CachedDataset", "coco"): mine}
     )
 
 
@@ -120,7 +121,7 @@ def test_new_leader_moves_nothing_to_a_silent_node() -> None:
 
 
 def test_new_object_is_placed_once_all_nodes_have_seen_it() -> None:
-    fresh = wish(created=storage.rfc3339(NOW - 5))
+    fresh = wish(created=kit.units.rfc3339(NOW - 5))
     late = [node("n1"), node("n2", observed="before")]
     assert roll(fresh, *late)[0] == []
     assert roll(fresh, *late, chosen=["n1"])[0] == ["n1"]

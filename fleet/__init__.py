@@ -1,0 +1,1 @@
+"""The fleet, from an operator's machine: the command kubectl-nodeagent."""

@@ -1,0 +1,170 @@
+"""The agent of one node, reached through its pod: commands of it, and its support bundle."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import websocket
+
+import kit.errors
+import kit.units
+from fleet import server, shapes
+
+SELECTOR = "app.kubernetes.io/name=nodeagent"  # as the chart labels them
+CONTAINER = "nodeagent"
+PROGRAM = "nodeagent"
+LARGEST_BUNDLE = 64 * 2**20
+SILENCE_SECONDS = 120.0  # a bundle waits a minute for what hangs
+LOOK_SECONDS = 0.5
+LONGEST_SAID = 2000
+NODE_STORAGES = "nodestorages"
+
+
+def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> shapes.PodObject:
+    """The agent's pod that runs there. NotFoundError, RefusedError."""
+    query = {"label_selector": SELECTOR, "field_selector": f"spec.nodeName={node}"}
+    found = [
+        pod
+        for page in cluster.pods(namespace, **query)
+        for pod in page
+        if any(each.name == CONTAINER for each in pod.spec.containers)
+    ]
+    if not found:
+        raise _no_pod(cluster, node, namespace)
+    found.sort(key=lambda pod: (_ready(pod), pod.metadata.creation_timestamp))
+    chosen = found[-1]  # during an update the old and the new one may be there
+    if chosen.status.phase != "Running":
+        name = f"{chosen.metadata.namespace}/{chosen.metadata.name}"
+        raise kit.errors.RefusedError(
+            f"the agent of node {node}",
+            f"its pod {name} is {chosen.status.phase or 'not started'}",
+            f"kubectl -n {chosen.metadata.namespace} describe pod {chosen.metadata.name}",
+        )
+    return chosen
+
+
+def _ready(pod: shapes.PodObject) -> tuple[bool, bool]:
+    ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions)
+    return pod.status.phase == "Running", ready
+
+
+def _no_pod(
+    cluster: server.FleetServer, node: str, namespace: str | None
+) -> kit.errors.NotFoundError:
+    pages = cluster.kinds(NODE_STORAGES, shapes.Named)
+    names = [each.metadata.name for page in pages for each in page]
+    where = f"namespace {namespace}" if namespace else "any namespace"
+    if node in names:
+        return kit.errors.NotFoundError(
+            f"node {node}",
+            f"no pod with {SELECTOR} runs there in {where}",
+            f"see the DaemonSet: kubectl get daemonset -A -l {SELECTOR}",
+        )
+    return kit.errors.NotFoundError(
+        f"node {node}", "no agent has written of a node of that name", server.hint(node, names)
+    )
+
+
+Sink = Callable[[bytes], object]
+
+
+def run(
+    cluster: server.FleetServer,
+    pod: shapes.PodObject,
+    words: Iterable[str],
+    sinks: tuple[Sink, Sink],
+    silence: float | None = None,
+) -> int:
+    """Run ``nodeagent WORDS`` in the agent's container; its exit code. ``sinks`` get what it
+    writes to standard output and to standard error. ``silence``: seconds without
+    a byte after which it is given up."""
+    stream = cluster.opened(pod, CONTAINER, [PROGRAM, *words])
+    stream._all = _Nothing()
+    name = f"pod {pod.metadata.namespace}/{pod.metadata.name}"
+    last = time.monotonic()
+    try:
+        open_still = True
+        while open_still:
+            stream.update(timeout=LOOK_SECONDS)
+            open_still = stream.is_open()  # what came before its end is read below
+            for read, sink in zip((stream.read_stdout, stream.read_stderr), sinks, strict=True):
+                if data := read(timeout=0):
+                    sink(data)
+                    last = time.monotonic()
+            if silence and time.monotonic() > last + silence:
+                raise kit.errors.UnreachableError(name, f"said nothing for {silence:.0f} s", "")
+        code = stream.returncode
+    except (websocket.WebSocketException, OSError, KeyError, IndexError, TypeError) as error:
+        raise kit.errors.UnreachableError(
+            name, f"the connection ended before the command did ({error})", "try again"
+        ) from error
+    finally:
+        stream.close()
+    return int(code)
+
+
+class _Nothing:
+    """In place of the client's copy of all that a program says, which would grow with it."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+
+def to_here(data: bytes, error: bool = False) -> None:
+    """The agent's commands escape control characters of others themselves."""
+    target = sys.stderr.buffer if error else sys.stdout.buffer
+    target.write(data)
+    target.flush()
+
+
+def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> tuple[int, str]:
+    """The node's support bundle, written to ``target``, which its owner alone may read. Gives its
+    size, and what the agent says beside it. Nothing stays when it fails."""
+    size, said = 0, bytearray()
+    with _new(target) as descriptor:
+
+        def out(data: bytes) -> None:
+            nonlocal size
+            size += len(data)
+            if size > LARGEST_BUNDLE:
+                most = kit.units.format_size(LARGEST_BUNDLE)
+                raise kit.errors.RefusedError(str(target), f"the bundle is above {most}", "")
+            descriptor.write(data)
+
+        def err(data: bytes) -> None:
+            said.extend(data[: LONGEST_SAID - len(said)])
+
+        words = ("support-bundle", "--file", "-")
+        code = run(cluster, pod, words, (out, err), SILENCE_SECONDS)
+        text = said.decode("utf-8", "replace").strip()
+        if code or not size:
+            name = f"pod {pod.metadata.namespace}/{pod.metadata.name}"
+            raise kit.errors.RefusedError(
+                name, f"its support bundle failed (exit code {code}): {text}", ""
+            )
+    return size, text
+
+
+@contextlib.contextmanager
+def _new(target: Path) -> Iterator[IO[bytes]]:
+    """A file that is new, and gone again when the block fails. RefusedError, HostError."""
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise kit.errors.RefusedError(
+            str(target), "it exists", "remove it, or name another with -o"
+        ) from error
+    except OSError as error:
+        raise kit.errors.HostError(
+            str(target), f"cannot be written ({error.strerror})", "name another with -o"
+        ) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+    except BaseException:
+        target.unlink()
+        raise

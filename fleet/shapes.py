@@ -1,0 +1,165 @@
+"""The cluster's objects, as far as this command reads them. All else of an answer is passed over
+unread, so a page of 500 nodes costs the memory of what is shown of it.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Told(msgspec.Struct, rename="camel", frozen=True):
+    """Objects have camelCase; what they lack has a default."""
+
+
+class StoredDataset(Told):
+    """One entry of ``status.datasets`` of a NodeStorage."""
+
+    name: str
+    state: str = ""
+    bytes: int = 0
+    done_bytes: int = 0
+    percent: int = 0
+    message: str = ""
+    scrubbed: str = ""
+
+
+class StoredImage(Told):
+    """One entry of ``status.images``."""
+
+    ref: str
+    state: str = ""
+    pinned: bool = False
+    bytes: int = 0
+    percent: int = 0
+    message: str = ""
+
+
+class ToldFinding(Told):
+    """One entry of ``status.findings``."""
+
+    rule: str
+    severity: str
+    subject: str = ""
+    message: str = ""
+
+
+class SeverityCounts(Told):
+    critical: int = 0
+    warning: int = 0
+    info: int = 0
+
+
+class ToldGuard(Told):
+    mode: str = "off"
+    in_force: bool = False
+
+
+class ToldVersions(Told):
+    agent: str = ""
+    kernel: str = ""
+
+
+class StorageStatus(Told):
+    written: str = ""
+    datasets: tuple[StoredDataset, ...] = ()
+    images: tuple[StoredImage, ...] = ()
+    findings: tuple[ToldFinding, ...] = ()
+    finding_counts: SeverityCounts = SeverityCounts()
+    guard: ToldGuard | None = None
+    versions: ToldVersions = ToldVersions()
+
+
+class Meta(Told):
+    name: str = ""
+    namespace: str = ""
+    annotations: Mapping[str, str] = {}
+    creation_timestamp: str = ""
+
+
+class NodeStorage(Told):
+    metadata: Meta
+    status: StorageStatus = StorageStatus()
+
+
+class ToldCondition(Told):
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+
+
+class ToldNodes(Told):
+    wanted: int = 0
+    ready: int = 0
+    refused: int = 0
+
+
+class WishStatus(Told):
+    nodes: ToldNodes = ToldNodes()
+    percent: int = 0
+    size: str = ""
+    conditions: tuple[ToldCondition, ...] = ()
+    carried_out: Mapping[str, str] = {}
+
+    def condition(self, kind: str) -> ToldCondition | None:
+        return next((each for each in self.conditions if each.type == kind), None)
+
+
+class WishObject(Told):
+    """A CachedDataset or an ImageSet."""
+
+    metadata: Meta
+    status: WishStatus = WishStatus()
+
+
+class Named(Told):
+    """Any object of which only the name matters."""
+
+    metadata: Meta
+
+
+class AgentContainer(Told):
+    name: str
+
+
+class PodSpec(Told):
+    node_name: str = ""
+    containers: tuple[AgentContainer, ...] = ()
+
+
+class PodStatus(Told):
+    phase: str = ""
+    conditions: tuple[ToldCondition, ...] = ()
+
+
+class PodObject(Told):
+    metadata: Meta
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+
+class Involved(Told):
+    kind: str = ""
+    name: str = ""
+
+
+class EventObject(Told):
+    metadata: Meta
+    involved_object: Involved = Involved()
+    type: str = ""
+    reason: str = ""
+    message: str = ""
+    count: int | None = 1
+    last_timestamp: str | None = None
+
+
+class ListMeta(Told):
+    token: str = msgspec.field(default="", name="continue")
+
+
+class Refusal(Told):
+    """The API server's own words for an error. ``metadata`` of an expired list has a new token."""
+
+    message: str = ""
+    reason: str = ""
+    metadata: ListMeta = ListMeta()
