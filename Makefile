@@ -1,7 +1,7 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
 DOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs --quiet build --strict
-.PHONY: setup run stop test test-long test-fresh test-guest test-fuzz test-faults test-kube-faults test-unit lint docs format bench bench-scale soak soak-node soak-follow lock pictures image image-lock clean
+.PHONY: setup run stop test test-long test-fresh test-guest test-fuzz test-faults test-kube-faults test-unit lint docs format bench bench-scale soak soak-node soak-follow lock pictures image image-lock release clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
@@ -26,4 +26,6 @@ lock: setup ; @scripts/lock.sh
 pictures: ; @scripts/setup.sh full && .venv/bin/uv pip install --quiet --require-hashes --target build/pictures -r locks/pictures.txt && PYTHONPATH=build/pictures $(PY) scripts/dashboard_pictures.py
 image: ; @scripts/setup.sh full && $(PY) scripts/image.py build
 image-lock: ; @scripts/setup.sh full && $(PY) scripts/image.py lock
+# TO=oci://HOST/PATH pushes the chart, too.
+release: ; @scripts/setup.sh full && $(PY) scripts/release.py $(if $(TO),--to $(TO))
 clean: ; rm -rf build .venv

@@ -65,7 +65,7 @@ class CephfsSource(kit.settings.Section):
     they are listed. A path below 'path', as it is now; one that begins with '/' is on this host.
     {snapshot} stands for the name of the snapshot. 'nodeagent dataset publish-manifest NAME --to
     FILE' writes it."""
-    user: ceph.settings.User = "admin"
+    user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
@@ -123,7 +123,7 @@ class RbdSource(kit.settings.Section):
     """Name of the snapshot; it is the dataset's version."""
     partition: int = Field(0, ge=0, le=128)
     """Number of the partition that holds the file system; 0: it is on all of the image."""
-    user: ceph.settings.User = "admin"
+    user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd-read-only' are
     enough."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)

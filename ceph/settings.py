@@ -18,6 +18,7 @@ def _user(name: str) -> str:
 
 Monitors = tuple[Annotated[str, AfterValidator(_address)], ...]
 User = Annotated[str, AfterValidator(_user)]
+USER = "nodeagent"  # unless settings name one; never admin, whose key would be on every node
 
 # What settings say of these fields.
 MONITORS = "HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
@@ -34,7 +35,7 @@ class ClusterSettings(kit.settings.Section):
     monitors: Monitors = Field(default=(), description=MONITORS)
     conf: kit.settings.AbsolutePath | None = None
     """ceph.conf that names the monitors, instead of 'monitors'."""
-    user: User = "nodeagent"
+    user: User = USER
     """cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd' are enough; with
     'profile rbd-read-only' the guard's ledger stays on this node."""
     secret_file: kit.settings.AbsolutePath | None = Field(

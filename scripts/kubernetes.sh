@@ -4,6 +4,7 @@
 # the first time; 500 MB of binaries stay. Idempotent, quiet when they are there. Needs go.
 #   ${NODEAGENT_CACHE:-~/.cache/nodeagent}/kubernetes/<version>/bin/{csi-sanity,etcd,helm,kube-*,kubectl,kubelet}
 . "$(dirname "$0")/steps.sh"
+"$(dirname "$0")/job_kinds.sh"  # small, and needs the same proxy
 kubernetes=1.34.2 etcd=3.6.4 helm=3.19.0 sanity=5.4.0
 
 bin=${NODEAGENT_CACHE:-$HOME/.cache/nodeagent}/kubernetes/$kubernetes/bin

@@ -50,6 +50,7 @@ def run(place: harness.Workplace) -> harness.Results:
                         "monitors": [cluster.monitor],
                         "path": "/data",
                         "snapshot": SNAPSHOT,
+                        "user": "admin",
                         "secret_file": str(secret),
                         "client": "fuse",
                     },

@@ -58,7 +58,7 @@ def measure(room: Path, directories: int, files: int) -> dict[str, Any]:
         secret.write_text(cluster.secret())
         source = {
             "kind": "cephfs", "monitors": [cluster.monitor], "path": "/data", "client": "fuse",
-            "snapshot": SNAPSHOT, "secret_file": str(secret),
+            "snapshot": SNAPSHOT, "user": "admin", "secret_file": str(secret),
         }  # fmt: skip
         dataset: dict[str, Any] = {
             "name": NAME, "freshness": "snapshot", "warm": False, "source": source,

@@ -102,6 +102,7 @@ def _settings(cluster: ceph.CephCluster, room: Path, image: str) -> dict[str, An
         "pool": "rbd",
         "image": image,
         "snapshot": rbd_image.SNAPSHOT,
+        "user": "admin",
         "secret_file": str(secret),
     }
     dataset = {"name": _DATASET, "freshness": "snapshot", "warm": False, "source": source}

@@ -212,7 +212,7 @@ def secret(area: Path, cluster: ceph.CephCluster) -> Path:
 def ceph_source(cluster: ceph.CephCluster, secret: Path, **more: Any) -> dict[str, Any]:
     return {
         "kind": "cephfs", "monitors": [cluster.monitor], "path": "/", "snapshot": "none",
-        "secret_file": str(secret), **more,
+        "user": "admin", "secret_file": str(secret), **more,
     }  # fmt: skip
 
 

@@ -16,6 +16,10 @@ PAGES = docpages.PAGES
 # Blocks of these pages are run word for word by the test: all, or those below a heading.
 RUN = {"tutorial.md": ("", "tests/nodeagent/test_tutorial.py")}
 RUN["kubernetes.md"] = ("Tutorial: ", "tests/kube/test_tutorial.py")
+RUN |= {
+    f"connect-{way}.md": ("", "tests/kube/test_connect.py") for way in ("ceph", "rook", "ceph-csi")
+}
+DEBIAN = "python3-venv libbpf1 kmod ceph-fuse python3-rados python3-rbd python3-cephfs"
 DASHBOARDS = "--from-file=deploy/dashboards"
 MONITORED = (
     "helm upgrade --install nodeagent deploy/chart -n nodeagent -f values.yaml  --set "
@@ -30,6 +34,15 @@ COVERED = {
     ): "tests/nodeagent/test_tutorial.py",
     ("README.md", "nodeagent doctor"): "tests/nodeagent/test_doctor.py",
     ("CONTRIBUTING.md", "make setup"): "tests/nodeagent/test_docs_commands.py",  # make -n
+    ("bare-metal.md", f"apt-get install {DEBIAN}"): "tests/deploy/test_release.py",
+    (
+        "bare-metal.md",
+        "sbatch --comment=dataset=coco,imagenet train.sh",
+    ): "tests/examples/test_train.py",  # without Slurm
+    (
+        "upgrade.md",
+        "kubectl apply --server-side -f deploy/manifests/crds.yaml",
+    ): "tests/deploy/test_release.py",  # the chart from a registry; an upgrade: test_node_rounds.py
     ("audit.md", "nodeagent volume findings"): "tests/volumes/audit/test_status.py",
     (
         "cache.md",

@@ -150,6 +150,7 @@ def source(cluster: CephCluster, secret: Path, **more: Any) -> dict[str, Any]:
         "filesystem": "cephfs",
         "path": PATH,
         "snapshot": SNAPSHOT,
+        "user": "admin",
         "secret_file": str(secret),
         **more,
     }

@@ -33,7 +33,7 @@ KEPT = 6  # archives that nobody uses; some tests make a second image of a check
 _LABEL = "org.opencontainers.image.version"
 MOST_LAYERS = 200
 # Files of the checkout that no image holds; as in .dockerignore.
-_LEFT_OUT = ("tests/", "docs/", ".ci/", "deploy/chart/", "deploy/manifests/")
+_LEFT_OUT = ("tests/", "docs/", "examples/", ".ci/", "deploy/chart/", "deploy/manifests/")
 # As Debian's own slim images. usr-is-merged: else perl comes along, 50 MB.
 _BASE = (
     "--mode=root", "--variant=minbase", "--include=usr-is-merged",

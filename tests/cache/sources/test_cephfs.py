@@ -31,7 +31,7 @@ def dataset(cluster: ceph.CephCluster, area: Path, path: str, **more: Any) -> di
     secret.write_text(cluster.secret())
     source = {
         "kind": "cephfs", "monitors": [cluster.monitor], "path": path, "snapshot": "v1",
-        "secret_file": str(secret), **more,
+        "user": "admin", "secret_file": str(secret), **more,
     }  # fmt: skip
     return {"name": "a", "freshness": "snapshot", "source": source}
 

@@ -70,7 +70,7 @@ def settings(cluster: CephCluster, area: Path, image: str) -> dict[str, Any]:
                 "freshness": "snapshot",
                 "source": {
                     "kind": "rbd", "monitors": [cluster.monitor], "pool": "rbd", "image": image,
-                    "snapshot": "v1", "secret_file": str(secret),
+                    "snapshot": "v1", "user": "admin", "secret_file": str(secret),
                 },
             }
         ],

@@ -40,7 +40,7 @@ def test_files_of_inactive_groups_cost_only_themselves(
         secret.write_text(own.secret())
         source = {
             "kind": "cephfs", "monitors": [own.monitor], "path": "/data", "snapshot": "v1",
-            "secret_file": str(secret),
+            "user": "admin", "secret_file": str(secret),
         }  # fmt: skip
         own.run("ceph", "osd", "set", "noout")
     finally:

@@ -113,7 +113,7 @@ class Node:
     def known(self, name: str, *, mapped: bool = True, **settings: Any) -> Dataset:
         place = RbdSource(
             kind="rbd", monitors=["10.0.0.1"], pool="p", image=name, snapshot="v1",
-            secret_file=self.area / "secret",
+            user="admin", secret_file=self.area / "secret",
         )  # fmt: skip
         own = DatasetSettings(name=name, freshness="snapshot", source=place, **settings)
         dataset = Dataset(own, self.cache, self.area / "state", lambda: None)

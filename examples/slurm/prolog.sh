@@ -1,0 +1,34 @@
+#!/bin/bash
+# Slurm's Prolog, as root on each node of a job. The job names its datasets in its comment:
+#   sbatch --comment=dataset=coco,imagenet train.sh
+# For each the agent is asked to fill (a fill that runs goes on), and a process stands in the view until the job's
+# end, so that the dataset counts as used and gives up no room. What goes wrong is said in the log and to nobody
+# else: a Prolog that fails drains the node, and a slip in a comment must not.
+set -u
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin   # Slurm sets none
+nodeagent=${NODEAGENT:-/opt/nodeagent/bin/nodeagent}
+views=${NODEAGENT_VIEWS:-/var/lib/nodeagent/views}
+holds=${NODEAGENT_HOLDS:-/run/nodeagent-slurm}
+longest=${NODEAGENT_HOLD_SECONDS:-2592000}   # 30 days: no job's time limit is longer
+say() { logger -t nodeagent-prolog -- "job ${SLURM_JOB_ID:-?}: $*" 2>/dev/null || echo "nodeagent-prolog: $*" >&2; }
+
+case ${SLURM_JOB_COMMENT:-} in dataset=*) ;; *) exit 0 ;; esac
+[[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || exit 0
+mkdir -p "$holds" && chmod 0755 "$holds" || exit 0
+: >"$holds/$SLURM_JOB_ID" && : >"$holds/$SLURM_JOB_ID.datasets" || exit 0
+IFS=, read -ra names <<<"${SLURM_JOB_COMMENT#dataset=}"
+for name in "${names[@]:0:16}"; do
+  if ! [[ $name =~ ^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$ ]]; then
+    say "'$name' is not a dataset's name"
+    continue
+  fi
+  echo "$name" >>"$holds/$SLURM_JOB_ID.datasets"   # for task-prolog.sh, which Slurm gives no comment
+  if ! answer=$(timeout 20 "$nodeagent" dataset warm "$name" 2>&1); then say "$name is not filled: ${answer:0:300}"; fi
+  (
+    cd "$views/$name/data" 2>/dev/null || { say "$name has no view at $views/$name"; exit 0; }
+    # Nothing of the job's: slurmd waits for whoever has its pipes open.
+    setsid bash -c 'exec -a "nodeagent-hold-$0" sleep "$1"' "$SLURM_JOB_ID" "$longest" </dev/null >/dev/null 2>&1 &
+    echo "$!" >>"$holds/$SLURM_JOB_ID"
+  )
+done
+exit 0

@@ -1,0 +1,103 @@
+"""The program of the PyTorch Job, and Slurm's scripts: on a dataset that a real agent serves."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import waiting
+from tests.testbed.agent import Agent
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAM = EXAMPLES / "train.py"
+FILES = {f"c{n % 7}/{n}.jpg": bytes([n % 251]) * (n * 37 + 1) for n in range(200)}
+
+
+def train(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *words],
+        capture_output=True, text=True, check=False, timeout=waiting.limit(60),
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def slurm(name: str, node: Agent, holds: Path, **job: str) -> str:
+    """What one of Slurm's scripts prints. Slurm gives them no PATH."""
+    nodeagent = node.folder / "command"
+    nodeagent.write_text(
+        f'#!/bin/sh\nexec {Path(sys.executable).parent}/nodeagent --config {node.config} "$@"\n'
+    )
+    nodeagent.chmod(0o755)
+    given = {
+        "NODEAGENT": str(nodeagent), "NODEAGENT_VIEWS": str(node.views),
+        "NODEAGENT_HOLDS": str(holds), "NODEAGENT_HOLD_SECONDS": "120",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["/bin/bash", str(EXAMPLES / "slurm" / name)], env=given | job, capture_output=True,
+        text=True, check=False, timeout=waiting.limit(60), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, "Slurm would drain the node"
+    return done.stdout + done.stderr
+
+
+def test_a_place_without_data_is_said(tmp_path: Path) -> None:
+    missing, empty = train(str(tmp_path / "no")), train(str(tmp_path))
+    assert missing.returncode == empty.returncode == 1
+    assert "is no directory" in missing.stderr and "has no files" in empty.stderr
+
+
+@pytest.mark.real
+def test_program_reads_each_file_of_a_view(area: Path, node: Agent) -> None:
+    source = area / "source"
+    for name, data in FILES.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(data)
+    node.add_dir("coco", source)
+    node.start()
+    node.wait_state("coco", "complete", seconds=60)
+    from_source = train("--epochs", "2", str(source))
+    from_view = train("--epochs", "2", "--workers", "2", str(node.view("coco")))
+    assert from_view.returncode == 0, from_view.stderr
+    size = sum(map(len, FILES.values()))
+    said = re.findall(r"(\d+) files, (\d+) bytes, .* checksums (\w+)", from_view.stdout)
+    assert said == re.findall(r"(\d+) files, (\d+) bytes, .* checksums (\w+)", from_source.stdout)
+    assert [each[:2] for each in said] == [(str(len(FILES)), str(size))] * 2
+    has_torch = importlib.util.find_spec("torch") is not None
+    assert ("by PyTorch" in from_view.stdout) == has_torch
+
+
+@pytest.mark.real
+def test_slurm_holds_the_datasets_of_a_job_until_its_end(area: Path, node: Agent) -> None:
+    source, holds = area / "source", area / "slurm"
+    source.mkdir()
+    (source / "a").write_bytes(b"a" * 1000)
+    node.add_dir("coco-17", source, warm=False)
+    node.start()
+    node.wait_for(lambda: node.view("coco-17").is_dir(), 30, "the view")
+    comment = {"SLURM_JOB_ID": "17", "SLURM_JOB_COMMENT": "dataset=coco-17,No_name,lost,../x"}
+    slurm("prolog.sh", node, holds, **comment)
+    node.wait_state("coco-17", "complete", seconds=60)
+    told = slurm("task-prolog.sh", node, holds, SLURM_JOB_ID="17")
+    assert f"export DATASET_COCO_17={node.view('coco-17')}" in told
+    assert "does not serve the dataset 'lost'" in told and "No_name" not in told
+    (pid,) = map(int, (holds / "17").read_text().split())
+    assert os.readlink(f"/proc/{pid}/cwd").endswith("/data")
+    refused = node.cli("dataset", "evict", "coco-17")
+    assert refused.returncode != 0, "the job's data could go while it runs"
+
+    stranger = subprocess.Popen(["sleep", "100"])
+    try:
+        with (holds / "17").open("a") as file:
+            file.write(f"{stranger.pid}\nnonsense\n")
+        slurm("epilog.sh", node, holds, SLURM_JOB_ID="17")
+        assert stranger.poll() is None, "a number that is another process's by now"
+    finally:
+        stranger.kill()
+        stranger.wait()
+    waiting.until(lambda: not Path(f"/proc/{pid}/cwd").exists(), 10, "the hold's end")
+    assert list(holds.iterdir()) == []
+    assert slurm("prolog.sh", node, holds, SLURM_JOB_ID="18") == ""  # a job without a comment
