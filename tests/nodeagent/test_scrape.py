@@ -86,7 +86,10 @@ async def test_prometheus_scrapes_by_the_chart_and_a_stranger_does_not(
                 metrics_path=scrape["path"], tls_config=tls,
                 authorization={"type": "Bearer", "credentials_file": str(secret)},
             ) as watcher:  # fmt: skip
-                ask = functools.partial(asyncio.to_thread, watcher.ask)
+
+                async def ask(query: str, of: Prometheus = watcher) -> list[dict[str, Any]]:
+                    return await asyncio.to_thread(of.ask, query)
+
                 (seen,) = await waiting.until_async(functools.partial(ask, "up"), 30, "a scrape")
                 assert seen["value"][1] == up, whose
                 assert bool(await ask("nodeagent_component_ready")) is (up == "1"), whose
