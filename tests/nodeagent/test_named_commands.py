@@ -71,8 +71,12 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     for each in node.values
                 ),
             )
-        elif isinstance(node, ast.Constant) and id(node) not in inside:
-            yield node.lineno, str(node.value)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            yield node.lineno, node.value
 
 
 def in_python() -> Iterator[Named]:
@@ -96,8 +100,9 @@ def wrong(words: tuple[str, ...], *, whole: bool = True) -> str:
     """
     command: click.Command = main.cli
     rest = list(words)
+    # With the program's own settings: click keeps the help option that it makes first.
+    context = click.Context(command, **command.context_settings)
     while True:
-        context = click.Context(command)
         grouped = isinstance(command, click.Group)
         try:
             parser = command.make_parser(context)
@@ -116,6 +121,7 @@ def wrong(words: tuple[str, ...], *, whole: bool = True) -> str:
         if found is None:
             return f"{command.name} has no command {rest[0]}"
         command, rest = found, rest[1:]
+        context = click.Context(command, parent=context)
     if rest:
         return f"{command.name} takes no {' '.join(rest)}"
     return next(

@@ -32,6 +32,13 @@ def _rendered() -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
+def _certificate(made: list[dict[str, Any]]) -> str:
+    secrets = {
+        e["metadata"]["name"]: e["data"] for e in made if e["kind"] == "Secret" and "data" in e
+    }
+    return str(secrets["nodeagent--metrics"]["tls.crt"])
+
+
 def _token(kube: kubernetes.Kubernetes, secret: str) -> str:
     """What the cluster has filled in; empty before."""
     words = ("get", "secret", secret, "-n", SPACE, "-o", "jsonpath={.data.token}")
@@ -56,6 +63,14 @@ async def test_prometheus_scrapes_by_the_chart_and_a_stranger_does_not(
         each["data"] for each in ours
         if each["kind"] == "Secret" and each["metadata"]["name"] == "nodeagent--metrics"
     )  # fmt: skip
+    # An upgrade finds the certificate and keeps it: agents and Prometheus stay of one mind.
+    again = kube.helm(
+        "template", "nodeagent", str(CHART), "--namespace", SPACE, *kubernetes.IMAGE,
+        "--set", "metrics.podMonitor.enabled=true", "--dry-run=server",
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert data["tls.crt"] in again.stdout and data["tls.key"] in again.stdout
+    assert data["tls.crt"] != _certificate(_rendered()), "each rendering without the cluster is new"
     for name, text in data.items():
         (tmp_path / name).write_bytes(base64.b64decode(text))
         (tmp_path / name).chmod(0o400)
@@ -86,7 +101,10 @@ async def test_prometheus_scrapes_by_the_chart_and_a_stranger_does_not(
                 metrics_path=scrape["path"], tls_config=tls,
                 authorization={"type": "Bearer", "credentials_file": str(secret)},
             ) as watcher:  # fmt: skip
-                ask = functools.partial(asyncio.to_thread, watcher.ask)
+
+                async def ask(query: str, of: Prometheus = watcher) -> list[dict[str, Any]]:
+                    return await asyncio.to_thread(of.ask, query)
+
                 (seen,) = await waiting.until_async(functools.partial(ask, "up"), 30, "a scrape")
                 assert seen["value"][1] == up, whose
                 assert bool(await ask("nodeagent_component_ready")) is (up == "1"), whose

@@ -182,7 +182,7 @@ def test_pace_of_a_device_that_does_not_answer_is_quick() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_no_denial_hands_out_the_command_that_permits_the_format(kind: Kind) -> None:
     kept = denials.Denials()
-    kept.waiting["rbd0"] = {"x": _denial(denied=True)}
+    kept.waiting["rbd0"] = {("x",): _denial(denied=True)}
     kept.decided("rbd0", str(Verdict(kind, type="ext4", uuid="u", where="x", errno=5)), ("why",))
     (found,) = kept.findings(2.0)
     assert found.rule == "format-denied"
