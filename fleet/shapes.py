@@ -11,7 +11,7 @@ class Told(msgspec.Struct, rename="camel", frozen=True):
     """Objects have camelCase; what they lack has a default."""
 
 
-class StoredDataset(Told):
+class StoredDataset(Told, frozen=True):
     """One entry of ``status.datasets`` of a NodeStorage."""
 
     name: str
@@ -23,7 +23,7 @@ class StoredDataset(Told):
     scrubbed: str = ""
 
 
-class StoredImage(Told):
+class StoredImage(Told, frozen=True):
     """One entry of ``status.images``."""
 
     ref: str
@@ -34,7 +34,7 @@ class StoredImage(Told):
     message: str = ""
 
 
-class ToldFinding(Told):
+class ToldFinding(Told, frozen=True):
     """One entry of ``status.findings``."""
 
     rule: str
@@ -43,23 +43,23 @@ class ToldFinding(Told):
     message: str = ""
 
 
-class SeverityCounts(Told):
+class SeverityCounts(Told, frozen=True):
     critical: int = 0
     warning: int = 0
     info: int = 0
 
 
-class ToldGuard(Told):
+class ToldGuard(Told, frozen=True):
     mode: str = "off"
     in_force: bool = False
 
 
-class ToldVersions(Told):
+class ToldVersions(Told, frozen=True):
     agent: str = ""
     kernel: str = ""
 
 
-class StorageStatus(Told):
+class StorageStatus(Told, frozen=True):
     written: str = ""
     datasets: tuple[StoredDataset, ...] = ()
     images: tuple[StoredImage, ...] = ()
@@ -69,32 +69,32 @@ class StorageStatus(Told):
     versions: ToldVersions = ToldVersions()
 
 
-class Meta(Told):
+class Meta(Told, frozen=True):
     name: str = ""
     namespace: str = ""
     annotations: Mapping[str, str] = {}
     creation_timestamp: str = ""
 
 
-class NodeStorage(Told):
+class NodeStorage(Told, frozen=True):
     metadata: Meta
     status: StorageStatus = StorageStatus()
 
 
-class ToldCondition(Told):
+class ToldCondition(Told, frozen=True):
     type: str
     status: str
     reason: str = ""
     message: str = ""
 
 
-class ToldNodes(Told):
+class ToldNodes(Told, frozen=True):
     wanted: int = 0
     ready: int = 0
     refused: int = 0
 
 
-class WishStatus(Told):
+class WishStatus(Told, frozen=True):
     nodes: ToldNodes = ToldNodes()
     percent: int = 0
     size: str = ""
@@ -105,45 +105,45 @@ class WishStatus(Told):
         return next((each for each in self.conditions if each.type == kind), None)
 
 
-class WishObject(Told):
+class WishObject(Told, frozen=True):
     """A CachedDataset or an ImageSet."""
 
     metadata: Meta
     status: WishStatus = WishStatus()
 
 
-class Named(Told):
+class Named(Told, frozen=True):
     """Any object of which only the name matters."""
 
     metadata: Meta
 
 
-class AgentContainer(Told):
+class AgentContainer(Told, frozen=True):
     name: str
 
 
-class PodSpec(Told):
+class PodSpec(Told, frozen=True):
     node_name: str = ""
     containers: tuple[AgentContainer, ...] = ()
 
 
-class PodStatus(Told):
+class PodStatus(Told, frozen=True):
     phase: str = ""
     conditions: tuple[ToldCondition, ...] = ()
 
 
-class PodObject(Told):
+class PodObject(Told, frozen=True):
     metadata: Meta
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
 
 
-class Involved(Told):
+class Involved(Told, frozen=True):
     kind: str = ""
     name: str = ""
 
 
-class EventObject(Told):
+class EventObject(Told, frozen=True):
     metadata: Meta
     involved_object: Involved = Involved()
     type: str = ""
@@ -153,11 +153,11 @@ class EventObject(Told):
     last_timestamp: str | None = None
 
 
-class ListMeta(Told):
+class ListMeta(Told, frozen=True):
     token: str = msgspec.field(default="", name="continue")
 
 
-class Refusal(Told):
+class Refusal(Told, frozen=True):
     """The API server's own words for an error. ``metadata`` of an expired list has a new token."""
 
     message: str = ""

@@ -153,7 +153,8 @@ def test_findings_are_counted_by_rule_and_by_severity() -> None:
     ],
 )
 def test_guard_of_a_node(guard: dict[str, Any] | None, said: str) -> None:
-    fleet = folded(storage("a", **({"guard": guard} if guard else {})))
+    given: dict[str, Any] = {"guard": guard} if guard else {}
+    fleet = folded(storage("a", **given))
     assert fleet.rows[0].guard == said
 
 

@@ -141,7 +141,7 @@ def many(plane: control_plane.ControlPlane) -> Iterator[None]:
 def run(login: Path, *words: str, code: int = 0) -> str:
     """What the command says; of a failure what it says on standard error."""
     done = subprocess.run(
-        [PROGRAM, *words, "--kubeconfig", str(login)],
+        [PROGRAM, "--kubeconfig", str(login), *words],
         capture_output=True, text=True, timeout=waiting.limit(60),
     )  # fmt: skip
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
@@ -154,7 +154,7 @@ def on_terminal(login: Path, columns: int, *words: str) -> list[str]:
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     said = b""
     with subprocess.Popen(
-        [PROGRAM, *words, "--kubeconfig", str(login)], stdin=its, stdout=its, stderr=its,
+        [PROGRAM, "--kubeconfig", str(login), *words], stdin=its, stdout=its, stderr=its,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": ""},
     ):  # fmt: skip
         os.close(its)
