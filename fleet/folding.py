@@ -17,6 +17,7 @@ from fleet import shapes
 SILENT_SECONDS = 1800.0  # as agents see it (nodeagent.cluster.rollup): they write every 10 minutes
 MOST_NAMES = 10_000
 LONGEST_EXAMPLE = 300
+_LATER = "~"  # sorts after every time
 _RANKS = {"critical": 0, "warning": 1, "info": 2}
 
 
@@ -78,8 +79,13 @@ class NameSum:
     pinned: int = 0
     states: Counter[str] = field(default_factory=Counter)
     why: str = ""
-    scrubbed: Moment | None = None  # of the node where that is longest ago
+    scrub: tuple[str, str] = (_LATER, "")  # its end and the node, where that is longest ago
     wish: shapes.WishObject | None = None
+
+    @property
+    def scrubbed(self) -> Moment | None:
+        at = _time(self.scrub[0]) if self.scrub[1] else None
+        return Moment(at, self.name, self.scrub[1]) if at is not None else None
 
     @property
     def wanted(self) -> int:
@@ -144,9 +150,9 @@ class Fleet:
         for each in status.datasets:
             if (found := self._sum(self.datasets, each.name)) is not None:
                 _count(found, node, each, each.percent == 100, silent)
-                if (at := _time(each.scrubbed)) is not None:
-                    moment = Moment(at, each.name, node)
-                    found.scrubbed = min(found.scrubbed or moment, moment)
+                # As text: agents write one form of time, and to read each takes most of the time.
+                if each.scrubbed and each.scrubbed < found.scrub[0]:
+                    found.scrub = each.scrubbed, node
         for image in status.images:
             if (found := self._sum(self.images, image.ref)) is not None:
                 _count(found, node, image, image.state == "ready", silent)
@@ -204,7 +210,7 @@ class Fleet:
             seen.add(key)
             found = self.rules.setdefault(key, RuleSum(each.rule, each.severity))
             found.nodes += 1
-            found.example = found.example or f"{node}: {_example(each)}"
+            found.example = found.example or _on(node, _example(each))
 
     # --- what it says
 
@@ -214,7 +220,8 @@ class Fleet:
         return {str(each): found[each] for each in Wellness}
 
     def oldest_scrub(self) -> Moment | None:
-        return min((e.scrubbed for e in self.datasets.values() if e.scrubbed), default=None)
+        found = (each.scrubbed for each in self.datasets.values())
+        return min((each for each in found if each is not None), default=None)
 
     def refused(self) -> list[str]:
         """Objects that a node refuses."""
@@ -270,7 +277,7 @@ def _count(
     found.states["silent" if silent else each.state] += 1
     if (silent or not whole) and not found.why:
         why = "its agent is silent" if silent else each.message or f"{each.state} {each.percent} %"
-        found.why = f"{node}: {why}"[:LONGEST_EXAMPLE]
+        found.why = _on(node, why)
 
 
 def _guard(guard: shapes.ToldGuard | None) -> str:
@@ -283,6 +290,11 @@ def _example(finding: shapes.ToldFinding) -> str:
     subject, message = finding.subject, finding.message
     said = message if message.startswith(subject) else f"{subject}: {message}"
     return said[:LONGEST_EXAMPLE]
+
+
+def _on(node: str, said: str) -> str:
+    """The reason first: on a narrow terminal the end is cut, and 'nodes' has the name."""
+    return f"{said[:LONGEST_EXAMPLE]} ({node})"
 
 
 def _time(text: str) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import websocket
 
 import kit.errors
@@ -18,7 +19,8 @@ SELECTOR = "app.kubernetes.io/name=nodeagent"  # as the chart labels them
 CONTAINER = "nodeagent"
 PROGRAM = "nodeagent"
 LARGEST_BUNDLE = 64 * 2**20
-SILENCE_SECONDS = 120.0  # a bundle waits a minute for what hangs
+SILENCE_SECONDS = 600.0  # a bundle says nothing before its end, and waits for each part that hangs
+RESULT_CHANNEL = 3  # of the protocol of exec: how the command ended
 LOOK_SECONDS = 0.5
 LONGEST_SAID = 2000
 NODE_STORAGES = "nodestorages"
@@ -97,14 +99,33 @@ def run(
                     last = time.monotonic()
             if silence and time.monotonic() > last + silence:
                 raise kit.errors.UnreachableError(name, f"said nothing for {silence:.0f} s", "")
-        code = stream.returncode
-    except (websocket.WebSocketException, OSError, KeyError, IndexError, TypeError) as error:
-        raise kit.errors.UnreachableError(
-            name, f"the connection ended before the command did ({error})", "try again"
-        ) from error
+        return _code(name, stream.read_channel(RESULT_CHANNEL))
+    except (websocket.WebSocketException, OSError) as error:
+        raise _ended(name, str(error)) from error
     finally:
         stream.close()
-    return int(code)
+
+
+def _code(name: str, result: bytes) -> int:
+    """The exit code. RefusedError where the command could not even be started."""
+    try:
+        found = msgspec.json.decode(result, type=shapes.ExecResult)
+    except msgspec.DecodeError as error:
+        raise _ended(name, "no result") from error
+    if found.status == "Success":
+        return 0
+    codes = [each.message for each in found.details.causes if each.reason == "ExitCode"]
+    if codes and codes[0].isdecimal():
+        return int(codes[0])
+    raise kit.errors.RefusedError(
+        name, f"the command could not be run: {' '.join(found.message.split())[:LONGEST_SAID]}", ""
+    )
+
+
+def _ended(name: str, why: str) -> kit.errors.UnreachableError:
+    return kit.errors.UnreachableError(
+        name, f"the connection ended before the command did ({why})", "try again"
+    )
 
 
 class _Nothing:

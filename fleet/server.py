@@ -161,7 +161,7 @@ class FleetServer:
         from kubernetes import stream
 
         meta = pod.metadata
-        with self._errors(f"create pods/exec in namespace {meta.namespace}"):
+        with self._errors(f"get and create pods/exec in namespace {meta.namespace}"):
             return stream.stream(
                 self.core.connect_get_namespaced_pod_exec, meta.name, meta.namespace,
                 container=container, command=words, stdout=True, stderr=True, stdin=False,

@@ -163,3 +163,20 @@ class Refusal(Told, frozen=True):
     message: str = ""
     reason: str = ""
     metadata: ListMeta = ListMeta()
+
+
+class ExecCause(Told, frozen=True):
+    reason: str = ""
+    message: str = ""
+
+
+class ExecDetails(Told, frozen=True):
+    causes: tuple[ExecCause, ...] = ()
+
+
+class ExecResult(Told, frozen=True):
+    """How a command in a pod ended."""
+
+    status: str = ""
+    message: str = ""
+    details: ExecDetails = ExecDetails()

@@ -50,6 +50,7 @@ def fake(kube: kubernetes.Kubernetes) -> Iterator[None]:
                 "containers": [
                     {
                         "name": "nodeagent", "image": kube.busybox,
+                        "env": [{"name": "PATH", "value": "/usr/local/bin:/bin"}],
                         "volumeMounts": [{"name": "bin", "mountPath": "/usr/local/bin"}],
                     }
                 ],

@@ -84,9 +84,9 @@ def test_datasets_are_counted_over_nodes() -> None:
     )
     coco, laion = fleet.datasets["coco"], fleet.datasets["laion"]
     assert (coco.whole, coco.wanted, coco.complete) == (2, 3, False)
-    assert coco.why == "late: its agent is silent"
+    assert coco.why == "its agent is silent (late)"
     assert dict(coco.states) == {"complete": 2, "silent": 1}
-    assert (laion.whole, laion.wanted, laion.percent, laion.why) == (0, 1, 40, "a: no room")
+    assert (laion.whole, laion.wanted, laion.percent, laion.why) == (0, 1, 40, "no room (a)")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_findings_are_counted_by_rule_and_by_severity() -> None:
     )
     rules = sorted(fleet.rules.values(), key=lambda each: each.order)
     assert [(each.rule, each.nodes) for each in rules] == [("disk", 1), ("leaked-mount", 2)]
-    assert rules[1].example == "a: rbd4: is wrong"
+    assert rules[1].example == "rbd4: is wrong (a)"
     assert (fleet.severities["warning"], fleet.severities["critical"]) == (40, 1)
     assert [row.worst for row in fleet.rows] == ["rbd4: is wrong", "rbd4: is wrong"]
 

@@ -105,3 +105,15 @@ def test_format_duration_is_short(seconds: float, text: str) -> None:
 )  # fmt: skip
 def test_count_is_of_ascii_digits_and_bounded(text: str, count: int | None) -> None:
     assert units.parse_count(text, 100) == count
+
+
+@pytest.mark.parametrize("when", [0.0, 1_800_000_000.0])
+def test_times_of_objects_read_back(when: float) -> None:
+    assert units.from_rfc3339(units.rfc3339(when)) == when
+    assert units.from_rfc3339("1970-01-01T00:00:01.500000Z") == 1.5
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "~"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="isoformat"):
+        units.from_rfc3339(text)

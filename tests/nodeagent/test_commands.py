@@ -183,6 +183,26 @@ def test_bundle_without_an_agent_says_what_it_lacks(busy: agent.Agent, area: Pat
     assert json.loads(files["index.json"])["files"] == shown["files"]
 
 
+def test_bundle_goes_to_standard_output_and_nothing_else_does(
+    busy: agent.Agent, area: Path
+) -> None:
+    """So that it passes through kubectl exec."""
+    busy.stop()
+    target = area / "piped.tar.gz"
+    with target.open("wb") as out:
+        done = subprocess.run(
+            [agent.COMMAND, "--config", str(busy.config), "support-bundle", "--file", "-"],
+            stdout=out, stderr=subprocess.PIPE, env=busy.environment,
+            timeout=waiting.limit(BUNDLE_SECONDS),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(opened(target)["index.json"])["files"]
+    assert f"-: {len(opened(target))} files" in done.stderr.decode()
+    wrong = busy.cli("support-bundle", "--file", "-", "--json")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert not Path("-").exists()
+
+
 def test_bundle_is_bounded(tmp_path: Path) -> None:
     """A huge log of what does not compress: the archive stays below its limit and keeps the end."""
     log, target = tmp_path / "huge.log", tmp_path / "b.tar.gz"

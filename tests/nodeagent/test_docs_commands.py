@@ -58,6 +58,8 @@ COVERED = {
         f"kubectl create configmap nodeagent-dashboards -n monitoring {DASHBOARDS}",
     ): "tests/nodeagent/test_dashboards.py",
     ("monitoring.md", MONITORED): "tests/deploy/test_chart_monitoring.py",
+    ("kubectl.md", "kubectl nodeagent status"): "tests/kube/test_fleet.py",
+    ("kubectl.md", "python3 -m venv ~/.nodeagent"): "tests/fleet/test_install.py",
     (
         "kubernetes.md",
         "kubectl wait --for=condition=Ready cacheddataset/coco --timeout=1h",
