@@ -8,7 +8,7 @@ holds=${NODEAGENT_HOLDS:-/run/nodeagent-slurm}
 while read -r pid; do
   # The number may be another process's by now.
   [[ $pid =~ ^[0-9]+$ ]] && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "^nodeagent-hold-$SLURM_JOB_ID " &&
-    kill "$pid"
+    kill -- "-$pid"   # and its sleep: the hold leads a group of its own
 done <"$holds/$SLURM_JOB_ID"
 rm -f "$holds/$SLURM_JOB_ID" "$holds/$SLURM_JOB_ID.datasets"
 exit 0

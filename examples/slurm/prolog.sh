@@ -10,6 +10,7 @@ nodeagent=${NODEAGENT:-/opt/nodeagent/bin/nodeagent}
 views=${NODEAGENT_VIEWS:-/var/lib/nodeagent/views}
 holds=${NODEAGENT_HOLDS:-/run/nodeagent-slurm}
 longest=${NODEAGENT_HOLD_SECONDS:-2592000}   # 30 days: no job's time limit is longer
+every=${NODEAGENT_HOLD_EVERY:-20}
 say() { logger -t nodeagent-prolog -- "job ${SLURM_JOB_ID:-?}: $*" 2>/dev/null || echo "nodeagent-prolog: $*" >&2; }
 
 case ${SLURM_JOB_COMMENT:-} in dataset=*) ;; *) exit 0 ;; esac
@@ -24,11 +25,12 @@ for name in "${names[@]:0:16}"; do
   fi
   echo "$name" >>"$holds/$SLURM_JOB_ID.datasets"   # for task-prolog.sh, which Slurm gives no comment
   if ! answer=$(timeout 20 "$nodeagent" dataset warm "$name" 2>&1); then say "$name is not filled: ${answer:0:300}"; fi
-  (
-    cd "$views/$name/data" 2>/dev/null || { say "$name has no view at $views/$name"; exit 0; }
-    # Nothing of the job's: slurmd waits for whoever has its pipes open.
-    setsid bash -c 'exec -a "nodeagent-hold-$0" sleep "$1"' "$SLURM_JOB_ID" "$longest" </dev/null >/dev/null 2>&1 &
-    echo "$!" >>"$holds/$SLURM_JOB_ID"
-  )
+  [ -d "$views/$name/data" ] || { say "$name has no view at $views/$name"; continue; }
+  # It enters the view again and again: the mount there is another one once more of the dataset is on the SSD.
+  # Nothing of the job's is open: slurmd waits for whoever has its pipes.
+  setsid bash -c 'exec -a "nodeagent-hold-$0" bash -c "$3" nodeagent-hold "$1" "$2" "$4"' "$SLURM_JOB_ID" \
+    "$views/$name/data" "$longest" 'while [ "$SECONDS" -lt "$2" ]; do cd "$1" || cd /; sleep "$3"; done' "$every" \
+    </dev/null >/dev/null 2>&1 &
+  echo "$!" >>"$holds/$SLURM_JOB_ID"
 done
 exit 0

@@ -170,7 +170,7 @@ def test_install_makes_an_agent_that_takes_its_settings(released: Path, tmp_path
     settings.write_text("cache: {reserve: 20%}\n")
     # Debian's bindings, where this machine has them, are the only files of another origin.
     code = "import importlib.util as i, kit; print(kit.__file__, bool(i.find_spec('rados')))"
-    where = run(str(prefix / "bin/python"), "-c", code).stdout
+    where = run(str(prefix / "bin/python"), "-I", "-c", code).stdout
     assert where.startswith(f"{prefix}/lib/")
 
     again = run("bash", install, *words, seconds=BUILD_SECONDS)

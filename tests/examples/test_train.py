@@ -35,6 +35,7 @@ def slurm(name: str, node: Agent, holds: Path, **job: str) -> str:
     given = {
         "NODEAGENT": str(nodeagent), "NODEAGENT_VIEWS": str(node.views),
         "NODEAGENT_HOLDS": str(holds), "NODEAGENT_HOLD_SECONDS": "120",
+        "NODEAGENT_HOLD_EVERY": "0.2",
     }  # fmt: skip
     done = subprocess.run(
         ["/bin/bash", str(EXAMPLES / "slurm" / name)], env=given | job, capture_output=True,
@@ -85,7 +86,10 @@ def test_slurm_holds_the_datasets_of_a_job_until_its_end(area: Path, node: Agent
     assert f"export DATASET_COCO_17={node.view('coco-17')}" in told
     assert "does not serve the dataset 'lost'" in told and "No_name" not in told
     (pid,) = map(int, (holds / "17").read_text().split())
-    assert os.readlink(f"/proc/{pid}/cwd").endswith("/data")
+    # The mount that it stood in first was replaced when the dataset was complete.
+    waiting.until(
+        lambda: os.readlink(f"/proc/{pid}/cwd") == str(node.view("coco-17")), 10, "the hold"
+    )
     refused = node.cli("dataset", "evict", "coco-17")
     assert refused.returncode != 0, "the job's data could go while it runs"
 
