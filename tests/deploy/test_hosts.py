@@ -10,6 +10,7 @@ ADDRESS = re.compile(r"\b(?:https?|ftp)://([\w.-]+\.[a-z]{2,})\b")
 NAMES = {
     "json-schema.org",  # the dialect of a schema
     "kubernetes.default",  # the API server's own name
+    "www.apache.org",  # in the text of the licence
     "www.w3.org",  # the namespace of SVG
 }
 # Docker Hub's names are part of the grammar of references and login files.
