@@ -83,8 +83,9 @@ def test_a_source_that_fails_makes_no_stored_file_bad(
     """Bad extents would be fetched from it, so its directory is opened beside the stored file."""
     write(made.source / "d/big", b"one")
     assert made.fill().result == "complete"
-    stored = os.open(made.tree, os.O_RDONLY)
-    source = os.open(made.source, os.O_RDONLY)
+    folder, stored, source = (
+        os.open(path, os.O_RDONLY) for path in (made.folder, made.tree, made.source)
+    )
     opened = tree.opened
 
     def failing(root: int, path: list[str]) -> Any:
@@ -93,7 +94,7 @@ def test_a_source_that_fails_makes_no_stored_file_bad(
         return opened(root, path)
 
     monkeypatch.setattr(tree, "opened", failing)
-    own: Any = SimpleNamespace(generation=made.folder, tree=stored)
+    own: Any = SimpleNamespace(generation=folder, tree=stored)
     throttle: Any = SimpleNamespace(step=lambda *_: None)
     verifier = verify_worker.Verifier(own, source, throttle)
     job = protocol.Verify(
