@@ -223,7 +223,8 @@ async def find(source: PvcSource, key_file: Path, ask: Ask) -> ClaimedSource:
     bound = await ask(client.path_to("/api/v1/persistentvolumes", name), f"PersistentVolume {name}")
     volume = volume_of(claim, bound)
     snapshot = shown_snapshot(source, claim, bound, volume.kind)
-    in_ceph = await _snapshot(source.namespace, snapshot, ask) if snapshot else ""
+    of_volume = str(bound["spec"]["csi"].get("volumeHandle", "")) if source.snapshot else ""
+    in_ceph = await _snapshot(source.namespace, snapshot, of_volume, ask) if snapshot else ""
     cluster = cluster_of(await _config(volume.secret[0], ask), volume.cluster)
     secret = "/".join(volume.secret)
     user, key = login_of(
@@ -295,8 +296,9 @@ def told(source: PvcSource, here: ThisNode) -> str:
     return f"{inner.kind} {where} as client.{inner.user}"
 
 
-async def _snapshot(namespace: str, name: str, ask: Ask) -> str:
-    """How Ceph calls a VolumeSnapshot."""
+async def _snapshot(namespace: str, name: str, of_volume: str, ask: Ask) -> str:
+    """How Ceph calls a VolumeSnapshot. ``of_volume``: the handle of the volume that it must be of,
+    because only that one's claim allowed it; '': any."""
     path = client.path_to(f"{SNAPSHOTS}/namespaces", namespace, "volumesnapshots", name)
     snapshot = await ask(path, f"VolumeSnapshot {namespace}/{name}")
     content = str((snapshot.get("status") or {}).get("boundVolumeSnapshotContentName") or "")
@@ -307,6 +309,12 @@ async def _snapshot(namespace: str, name: str, ask: Ask) -> str:
     owner = (bound.get("spec") or {}).get("volumeSnapshotRef") or {}
     if owner.get("uid") != snapshot["metadata"].get("uid"):
         raise ClaimError(f"VolumeSnapshot {namespace}/{name} is not bound", "wait for it")
+    made_of = str(((bound.get("spec") or {}).get("source") or {}).get("volumeHandle") or "")
+    if of_volume and made_of != of_volume:
+        raise ClaimError(
+            f"VolumeSnapshot {namespace}/{name} is not of this claim's volume",
+            "name one that was made of the claim",
+        )
     kind, prefix = str((bound.get("spec") or {}).get("volumeSnapshotClassName") or ""), ""
     if kind:
         path = client.path_to(f"{SNAPSHOTS}/volumesnapshotclasses", kind)

@@ -122,8 +122,10 @@ class Site:
             30, "the claim to be bound",
         )  # fmt: skip
 
-    def snapshot(self, name: str, uid: str) -> None:
-        """A VolumeSnapshot whose snapshot in Ceph is csi-snap-``uid``."""
+    def snapshot(self, name: str, claim: str, uid: str) -> None:
+        """A VolumeSnapshot of a claim, whose snapshot in Ceph is csi-snap-``uid``."""
+        volume = self.plane.get("pvc", claim, "-n", self.space)["spec"]["volumeName"]
+        handle = self.plane.get("pv", volume)["spec"]["csi"]["volumeHandle"]
         content = f"snapcontent-{uuid.uuid4()}"
         version = {"apiVersion": f"{GROUP}/v1"}
         self.plane.apply(
@@ -136,7 +138,10 @@ class Site:
         self.plane.apply(
             version | {
                 "kind": "VolumeSnapshotContent", "metadata": {"name": content},
-                "spec": {"volumeSnapshotRef": {"uid": mine}, "volumeSnapshotClassName": "csi"},
+                "spec": {
+                    "volumeSnapshotRef": {"uid": mine}, "volumeSnapshotClassName": "csi",
+                    "source": {"volumeHandle": handle},
+                },
                 "status": {"snapshotHandle": f"0001-0024-{self.id}-0000000000000001-{uid}"},
             }
         )  # fmt: skip
@@ -225,7 +230,7 @@ def test_a_cephfs_claim_is_read_from_the_ssd_and_so_is_its_snapshot(
             *("ceph", "fs", "subvolume", "snapshot", "create", "cephfs"),
             *(path.split("/")[-2], f"csi-snap-{uid}", "--group_name", "csi"),
         )
-        site.snapshot("v1", uid)
+        site.snapshot("v1", claim, uid)
         (folder / "later").write_bytes(b"after the snapshot")
         node.start()
         site.plane.apply(dataset(site, live, claim), dataset(site, fixed, claim, snapshot="v1"))
@@ -280,7 +285,7 @@ def test_an_rbd_claim_is_cached_from_the_image_of_its_snapshot(
     site.cluster.run("rbd", "snap", "create", "--no-progress", f"rbd/{image}@{image}")
     attributes = {"pool": "rbd", "imageName": "csi-vol-1", "journalPool": "rbd"}
     site.claim(claim, "rbd.csi.ceph.com", attributes, f"0001-{claim}")
-    site.snapshot("v1", uid)
+    site.snapshot("v1", claim, uid)
     node.start()
     site.plane.apply(dataset(site, name, claim, snapshot="v1"))
     wait_complete(node, name)

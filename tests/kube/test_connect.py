@@ -272,7 +272,7 @@ def test_ceph_csi(
             *("ceph", "fs", "subvolume", "snapshot", "create", "cephfs"),
             *(path.split("/")[-2], f"csi-snap-{uid}", "--group_name", "csi"),
         )
-        site.snapshot(name, uid)
+        site.snapshot(name, claim, uid)
         ready: dict[str, Any] = {"status": {"readyToUse": True}}
         plane.kubectl(
             "patch", "volumesnapshot", name, "-n", site.space, "--type=merge",

@@ -70,7 +70,10 @@ OBJECTS: dict[str, Any] = {
         "metadata": {"uid": "snap-1"}, "status": {"boundVolumeSnapshotContentName": "content-1"},
     },
     CONTENT: {
-        "spec": {"volumeSnapshotRef": {"uid": "snap-1"}, "volumeSnapshotClassName": "csi"},
+        "spec": {
+            "volumeSnapshotRef": {"uid": "snap-1"}, "volumeSnapshotClassName": "csi",
+            "source": {"volumeHandle": HANDLE},
+        },
         "status": {"snapshotHandle": HANDLE},
     },
     CLASS: {"parameters": {}},
@@ -212,6 +215,19 @@ async def test_what_cannot_be_cached_is_refused_with_what_to_do(
 async def test_a_snapshot_that_is_not_ready_is_waited_for(changes: dict[str, Any]) -> None:
     with pytest.raises(claims.ClaimError, match="not (bound|ready)"):
         await found(AT_V1, changes)
+
+
+@pytest.mark.parametrize("origin", [{"volumeHandle": "another"}, {"snapshotHandle": HANDLE}, None])
+async def test_a_snapshot_of_another_volume_is_not_read_with_this_claim_s_consent(
+    origin: Any,
+) -> None:
+    """One claim of a namespace may be cached, its neighbour not."""
+    with pytest.raises(claims.ClaimError, match="not of this claim's volume"):
+        await found(AT_V1, changed(CONTENT, "spec", "source", to=origin))
+    shown = changed(CLAIM, "spec", "dataSource", to={"kind": "VolumeSnapshot", "name": "v1"})
+    volume = changed(VOLUME, "spec", "accessModes", to=["ReadOnlyMany"])
+    other = changed(CONTENT, "spec", "source", to={"volumeHandle": "parent"})
+    assert (await found(PLAIN, shown | volume | other)).marker, "the claim itself shows it"
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", ""])
