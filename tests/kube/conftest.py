@@ -1,5 +1,9 @@
-"""One API server for all tests of this folder, with the kinds of the agent and its rights."""
+"""One API server for all tests of this folder, with the kinds of the agent and its rights.
 
+Those that need the session's Ceph, too, run in the worker that has it, beside one of their own.
+"""
+
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,5 +15,6 @@ from tests.testbed import control_plane
 
 @pytest.fixture(scope="package")
 def plane(run_folder: Path) -> Iterator[control_plane.ControlPlane]:
-    with planes.with_kinds(run_folder / "plane") as made:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    with planes.with_kinds(run_folder / f"plane{worker}") as made:
         yield made
