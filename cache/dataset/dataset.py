@@ -33,7 +33,7 @@ from cache.dataset.action import Action, Facts, next_action
 from cache.dataset.figures import Job, Loss, Scrub, Scrubs, Verification
 from cache.dataset.generation import STORE_SECONDS, Generation, folder_name, named
 from cache.settings import CacheSettings, DatasetSettings, Source, ViewAccessSettings, snapshot_of
-from cache.sources import base, kinds
+from cache.sources import base, claims, kinds
 from cache.store import generations, identity, soundness
 from cache.views import by_id, view
 from cache.views.view import Stage
@@ -82,6 +82,7 @@ class Dataset(standing.Standing):
         self.ask_jobs = job_queued  # wakes the scheduler
         self.store = os.path.realpath(cache.store)
         self.state_dir = state_dir
+        self.claim = claims.ClaimLookup(lambda: self.cache.this_node)
         self.current = self.generation_of(settings.source)
         self.earlier: list[Generation] = []  # complete ones to go back to, the latest first
         self.retired: list[Generation] = []  # are to be discarded when nobody uses them
@@ -145,7 +146,7 @@ class Dataset(standing.Standing):
         """
         snapshot = snapshot_of(place)
         settings = self.settings.model_copy(update={"source": place})
-        source = kinds.source_of(settings, self.state_dir, lambda: self.cache.this_node)
+        source = kinds.source_of(settings, self.state_dir, self.claim)
         if self.settings.freshness == "follow" and not snapshot:
             source = kinds.Unknown(self.settings)
         folder = folder_name(self.settings.freshness, named(source, scan))

@@ -44,6 +44,7 @@ ANSWER_SECONDS = 10.0  # for one request
 FOUND_SECONDS = 6 * 3600.0  # for which an answer is used; each look takes about six requests
 AGAIN_SECONDS = 60.0  # after a source that did not answer
 KEY = "claim.key"
+MOST_ANSWERS = 16  # of one dataset: its generations, and the volume itself
 KINDS = {"cephfs.csi.ceph.com": "cephfs", "rbd.csi.ceph.com": "rbd"}  # with a prefix: Rook's
 # Where ceph-csi and Rook keep monitors: name of the ConfigMap, and its entry.
 CONFIGS = (
@@ -342,6 +343,64 @@ async def _config(namespace: str, ask: Ask) -> str:
 # --- the source
 
 
+class ClaimLookup:
+    """What the claim of a dataset names, for all its generations: one answer for each snapshot.
+
+    Answers are used until a source does not answer, and asked for again now and then.
+    """
+
+    def __init__(self, here: Callable[[], ThisNode]) -> None:
+        """``here``: whose cluster is asked."""
+        self._here = here
+        self._found: dict[PvcSource, ClaimedSource] = {}
+        self._due: dict[PvcSource, float] = {}  # monotonic: when it is asked for again
+
+    def known(self, source: PvcSource) -> ClaimedSource | None:
+        """The last answer."""
+        return self._found.get(source)
+
+    def forget(self) -> None:
+        """Ask at the next look."""
+        self._due.clear()
+
+    def ask_again(self) -> None:
+        """Keys and monitors change: look whether they did, but not at each try."""
+        soon = time.monotonic() + AGAIN_SECONDS
+        self._due = {source: min(due, soon) for source, due in self._due.items()}
+
+    async def find(
+        self, source: PvcSource, key_file: Path, thing: str, deadline: float
+    ) -> ClaimedSource:
+        """SourceError while nobody says it, or it cannot be a source."""
+        found = self._found.get(source)
+        if found is not None and time.monotonic() < self._due.get(source, 0.0):
+            return found
+        pause = FOUND_SECONDS
+        try:
+            async with asyncio.timeout(deadline):
+                found = await asked(source, key_file, self._here())
+        except ClaimError as error:
+            raise _unusable(thing, str(error), error.remedy) from None
+        except (TimeoutError, client.KubeError) as error:
+            why = str(error) or f"the API server did not answer within {deadline:g}s"
+            if found is None:
+                cause = f"it is not known what it names: {why}"
+                raise _unusable(thing, cause, "see the API server") from None
+            log.warning("claim is read as before", source=thing, why=why)
+            pause = AGAIN_SECONDS
+        self._found[source] = found
+        self._due[source] = time.monotonic() + kit.pause.jittered(pause)
+        while len(self._found) > MOST_ANSWERS:
+            oldest = next(iter(self._found))
+            del self._found[oldest]
+            self._due.pop(oldest, None)
+        return found
+
+
+def _unusable(thing: str, cause: str, remedy: str) -> kit.errors.SourceError:
+    return kit.errors.SourceError(thing, cause, f"{remedy}; it is tried again")
+
+
 class ClaimSource:
     """The source of a dataset. ``folder``: as of the source that it becomes."""
 
@@ -350,16 +409,13 @@ class ClaimSource:
 
     def __init__(
         self, dataset: DatasetSettings, source: PvcSource, folder: Path, memory: Path,
-        here: Callable[[], ThisNode],
+        lookup: ClaimLookup,
     ) -> None:  # fmt: skip
-        """``memory``: a file that tells the next agent whether it is an image. ``here``: whose
-        cluster is asked."""
+        """``memory``: a file that tells the next agent whether it is an image."""
         self._dataset, self._source, self._folder, self._memory = dataset, source, folder, memory
-        self._here = here
+        self._lookup = lookup
         self._thing = f"dataset {dataset.name}: claim {source.namespace}/{source.name}"
         self._inner: cephfs.Cephfs | rbd.Rbd | None = None
-        self._found: ClaimedSource | None = None
-        self._due = 0.0  # monotonic: when the API server is asked again
         self._kept_block = kit.formats.read(memory, None, dict) == {"block": True}
         self.immutable = dataset.freshness != "frozen"
 
@@ -377,27 +433,28 @@ class ClaimSource:
 
     @property
     def note(self) -> str:
-        return self._found.note if self._found is not None else ""
+        found = self._lookup.known(self._asked)
+        return "" if found is None else found.note
 
     def take(self, source: Source) -> None:
         assert isinstance(source, PvcSource)
-        self._source, self._due = source, 0.0
+        self._source = source
+        self._lookup.forget()
 
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         inner = await self._reachable(deadline)
         try:
             return await inner.reach(deadline, serve=serve)
         except kit.errors.SourceError:
-            self._ask_again()
+            self._lookup.ask_again()
             raise
 
     async def snapshots(self, deadline: float) -> dict[str, float]:
-        found = await self._ask(deadline)
-        if not isinstance(found.source, CephfsSource):
+        """Of the volume's directory, whatever snapshot this is of."""
+        whole = await self._find(self._source.model_copy(update={"snapshot": None}), deadline)
+        if not isinstance(whole.source, CephfsSource):
             return {}  # 'follow' is for directories
-        await asyncio.to_thread(self._write_key, found.key)
-        whole = cephfs.Cephfs(self._dataset, found.source, self._folder)
-        return await whole.snapshots(deadline)
+        return await cephfs.Cephfs(self._dataset, whole.source, self._folder).snapshots(deadline)
 
     async def release(self) -> None:
         """The key stays in memory: the next look at the source asks nobody."""
@@ -407,31 +464,46 @@ class ClaimSource:
 
     # --- what it becomes
 
+    @property
+    def _asked(self) -> PvcSource:
+        """As the API server knows it: a snapshot that 'follow' found is none of its names."""
+        followed = (self._source.snapshot or "").startswith("_")
+        return self._source.model_copy(update={"snapshot": None}) if followed else self._source
+
+    async def _find(self, source: PvcSource, deadline: float) -> ClaimedSource:
+        """What ``source`` names; its key is in its file."""
+        found = await self._lookup.find(source, self._folder / KEY, self._thing, deadline)
+        await asyncio.to_thread(_write_key, self._folder, found.key)
+        return found
+
     async def _reachable(self, deadline: float) -> cephfs.Cephfs | rbd.Rbd:
-        """The directory or image behind it, whose key is in its file."""
-        found = await self._ask(deadline)
-        await asyncio.to_thread(self._write_key, found.key)
+        """The directory or image behind it."""
+        found = await self._find(self._asked, deadline)
         source = found.source
-        if isinstance(source, CephfsSource) and (snapshot := await self._in_ceph(found, deadline)):
+        made: cephfs.Cephfs | rbd.Rbd
+        if isinstance(source, CephfsSource):
+            snapshot = await self._in_ceph(found, deadline) or None
             source = source.model_copy(update={"snapshot": snapshot})
-        if self._inner is not None and self._inner.identity == _made(self, source).identity:
-            self._inner.take(source)
+            made = cephfs.Cephfs(self._dataset, source, self._folder)
         else:
-            if self._inner is not None:
-                await self._inner.release()
-            self._inner = _made(self, source)
-            if self._inner.block and not self._kept_block:
-                text = json.dumps({"block": True}).encode()
-                await asyncio.to_thread(_keep, self._memory, text)
-                self._kept_block = True
-        return self._inner
+            made = rbd.Rbd(self._dataset, source, self._folder)
+        if self._inner is not None and self._inner.identity == made.identity:
+            self._inner.take(source)
+            return self._inner
+        if self._inner is not None:
+            await self._inner.release()
+        self._inner = made
+        if made.block and not self._kept_block:
+            text = json.dumps({"block": True}).encode()
+            await asyncio.to_thread(_keep, self._memory, text)
+            self._kept_block = True
+        return made
 
     async def _in_ceph(self, found: ClaimedSource, deadline: float) -> str:
         """The snapshot's name inside of the volume's directory, '' without one. In CephFS one of a
         subvolume lies a level above, and is seen here with that directory's number behind it."""
-        named = self._source.snapshot or ""
-        if named.startswith("_"):  # as 'freshness: follow' finds it
-            return named
+        if self._asked is not self._source:
+            return self._source.snapshot or ""
         if not found.marker:
             return ""
         names = await self.snapshots(deadline)
@@ -442,50 +514,10 @@ class ClaimSource:
             raise base.GoneError(self._thing, why, f"{remedy}; it is tried again")
         return matching[0]
 
-    def _write_key(self, key: str) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kit.files.save(self._folder / KEY, key.encode("ascii"), 0o600)
 
-    async def _ask(self, deadline: float) -> ClaimedSource:
-        """What it names. SourceError while nobody says that, or it cannot be."""
-        if self._found is not None and time.monotonic() < self._due:
-            return self._found
-        source = self._source
-        if (source.snapshot or "").startswith("_"):
-            source = source.model_copy(update={"snapshot": None})
-        try:
-            async with asyncio.timeout(deadline):
-                found = await asked(source, self._folder / KEY, self._here())
-        except ClaimError as error:
-            raise self._error(str(error), error.remedy) from None
-        except TimeoutError:
-            return self._as_before(f"the API server did not answer within {deadline:g}s")
-        except client.KubeError as error:
-            return self._as_before(str(error))
-        self._found = found
-        self._due = time.monotonic() + kit.pause.jittered(FOUND_SECONDS)
-        return found
-
-    def _as_before(self, why: str) -> ClaimedSource:
-        """Go on with what is known while the API server does not answer."""
-        if self._found is None:
-            raise self._error(f"it is not known what it names: {why}", "see the API server")
-        log.warning("claim is read as before", source=self._thing, why=why)
-        self._due = time.monotonic() + kit.pause.jittered(AGAIN_SECONDS)
-        return self._found
-
-    def _ask_again(self) -> None:
-        """Keys and monitors change: look whether they did, but not at each try."""
-        self._due = min(self._due, time.monotonic() + AGAIN_SECONDS)
-
-    def _error(self, cause: str, remedy: str) -> kit.errors.SourceError:
-        return kit.errors.SourceError(self._thing, cause, f"{remedy}; it is tried again")
-
-
-def _made(claim: ClaimSource, source: CephfsSource | RbdSource) -> cephfs.Cephfs | rbd.Rbd:
-    if isinstance(source, CephfsSource):
-        return cephfs.Cephfs(claim._dataset, source, claim._folder)
-    return rbd.Rbd(claim._dataset, source, claim._folder)
+def _write_key(folder: Path, key: str) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kit.files.save(folder / KEY, key.encode("ascii"), 0o600)
 
 
 def _keep(file: Path, content: bytes) -> None:

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from cache.settings import (
     Source,
 )
 from cache.sources import base, cephfs, claims, rbd, roots
-from kube.settings import ThisNode
 
 # Where sources are mounted when the path of the state directory is not plain. ceph-fuse gives the
 # path of its mount to a shell, unquoted, each time it trims its cache (mount -o remount), and ends
@@ -75,13 +73,13 @@ def folder_of(state_dir: Path, name: str) -> Path:
 
 
 def source_of(
-    settings: DatasetSettings, state_dir: Path, here: Callable[[], ThisNode] = ThisNode
+    settings: DatasetSettings, state_dir: Path, lookup: claims.ClaimLookup
 ) -> base.Source:
-    """The source of a dataset, not reached yet. ``here``: whose cluster is asked about claims."""
+    """The source of a dataset, not reached yet. ``lookup``: what its claim names."""
     folder = folder_of(state_dir, settings.name)
     if isinstance(settings.source, PvcSource):
         memory = state_dir / "claims" / f"{settings.name}.json"
-        return claims.ClaimSource(settings, settings.source, folder, memory, here)
+        return claims.ClaimSource(settings, settings.source, folder, memory, lookup)
     if isinstance(settings.source, CephfsSource):
         return cephfs.Cephfs(settings, settings.source, folder)
     if isinstance(settings.source, RbdSource):

@@ -251,6 +251,37 @@ def test_a_cephfs_claim_is_read_from_the_ssd_and_so_is_its_snapshot(
     assert read(node.view(fixed)) == FILES
 
 
+def test_a_claim_is_followed_by_the_snapshots_of_its_volume(
+    site: Site, node: agent.Agent, area: Path
+) -> None:
+    claim, name = unique("imagenet"), unique("cds")
+    path = site.subvolume(claim)
+
+    def snapshot() -> None:
+        site.cluster.wait_until_not_recent()
+        site.cluster.run(
+            *("ceph", "fs", "subvolume", "snapshot", "create", "cephfs"),
+            *(path.split("/")[-2], f"csi-snap-{uuid.uuid4()}", "--group_name", "csi"),
+        )
+
+    with site.cluster.mounted(area / "writer") as top:
+        folder = Path(f"{top}{path}")
+        write(folder, FILES)
+        snapshot()
+        node.settings["cache"]["follow_interval"] = "1s"
+        node.start()
+        site.plane.apply(dataset(site, name, claim, freshness="follow", snapshots="_csi-snap-*"))
+        wait_complete(node, name)
+        assert read(node.view(name)) == FILES
+        (folder / "later").write_bytes(b"in the second snapshot")
+        snapshot()
+        newer = FILES | {"later": b"in the second snapshot"}
+        waiting.until(
+            lambda: read(node.view(name)) == newer, 120, "the second snapshot",
+            detail=lambda: (node.dataset(name), node.said()),
+        )  # fmt: skip
+
+
 def test_a_claim_that_may_not_be_cached_says_why_and_is_taken_once_it_may(
     site: Site, node: agent.Agent, area: Path
 ) -> None:

@@ -173,7 +173,9 @@ async def test_rollback_to_a_damaged_one_fills_it_again(
     async def answers(*_: Any, **__: Any) -> base.Reached:
         return REACHED
 
-    monkeypatch.setattr(type(kinds.source_of(shown.settings, shown.state_dir)), "reach", answers)
+    monkeypatch.setattr(
+        type(kinds.source_of(shown.settings, shown.state_dir, shown.claim)), "reach", answers
+    )
     await choices.rollback(succession)
     assert shown.chosen["snapshot"] == "s1"
     assert next_step(succession.facts()) is Step.BEGIN

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from cache.settings import CephfsSource, PvcSource, RbdSource
-from cache.sources import claims
+import kit.errors
+from cache.settings import CephfsSource, DatasetSettings, PvcSource, RbdSource, at_snapshot
+from cache.sources import cephfs, claims
 from kube.client import KubeError
+from kube.settings import ThisNode
 
 UUID = "c4e2dba0-0b6f-4c3c-9f0d-3f1d1d6c2a11"
 TREE = f"/volumes/csi/csi-vol-{UUID}/4f5a0c5e-0b1c-4f7c-8f2c-1d2b3c4d5e6f"
@@ -235,3 +237,82 @@ async def test_no_name_leads_to_another_object(name: str) -> None:
     asked = PLAIN.model_copy(update={"name": name})
     with pytest.raises(KubeError):
         await found(asked)
+
+
+class Server:
+    """Answers as ``answer`` says, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str | None] = []
+        self.answer: Exception | None = None
+        monkeypatch.setattr(claims, "asked", self._answer)
+
+    async def _answer(self, source: PvcSource, *_: Any) -> claims.ClaimedSource:
+        self.asked.append(source.snapshot)
+        if self.answer is not None:
+            raise self.answer
+        return await found(source)
+
+
+async def look(lookup: claims.ClaimLookup, source: PvcSource) -> claims.ClaimedSource:
+    return await lookup.find(source, Path("/run/key"), "dataset a", 5.0)
+
+
+async def test_each_snapshot_is_asked_for_once_until_its_source_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever follows a claim lists its snapshots each half minute, on each node."""
+    server, lookup = Server(monkeypatch), claims.ClaimLookup(ThisNode)
+    for _ in range(5):
+        await look(lookup, PLAIN)
+        await look(lookup, AT_V1)
+    assert server.asked == [None, "v1"]
+    lookup.ask_again()
+    await look(lookup, PLAIN)
+    assert server.asked == [None, "v1"], "not at each try"
+    monkeypatch.setattr(claims, "AGAIN_SECONDS", -1.0)
+    lookup.ask_again()
+    await look(lookup, PLAIN)
+    assert server.asked == [None, "v1", None]
+
+
+async def test_a_claim_is_read_as_before_while_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, lookup = Server(monkeypatch), claims.ClaimLookup(ThisNode)
+    server.answer = KubeError("the API server", "no connection")
+    with pytest.raises(kit.errors.SourceError, match="not known what it names: .*no connection"):
+        await look(lookup, PLAIN)
+    server.answer = None
+    known = await look(lookup, PLAIN)
+    lookup.forget()
+    server.answer = KubeError("the API server", "no connection")
+    assert await look(lookup, PLAIN) == known
+    lookup.forget()
+    server.answer = claims.ClaimError("its annotation was taken away", "allow it")
+    with pytest.raises(kit.errors.SourceError, match="taken away"):
+        await look(lookup, PLAIN)
+
+
+async def test_a_followed_snapshot_is_looked_for_in_ceph_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """'_csi-snap-..._1' is no name of a VolumeSnapshot."""
+    server, lookup = Server(monkeypatch), claims.ClaimLookup(ThisNode)
+    settings = DatasetSettings(name="a", freshness="follow", snapshots="_csi-snap-*", source=PLAIN)
+    listed: list[str | None] = []
+
+    async def snapshots(made: cephfs.Cephfs, _: float) -> dict[str, float]:
+        listed.append(made.identity["snapshot"])
+        return {"_csi-snap-x_1": 1.0}
+
+    monkeypatch.setattr(cephfs.Cephfs, "snapshots", snapshots)
+    for name in ("any", "_csi-snap-x_1"):
+        at = at_snapshot(PLAIN, name)
+        assert isinstance(at, PvcSource)
+        made = claims.ClaimSource(settings, at, tmp_path / "a", tmp_path / "memory", lookup)
+        assert await made.snapshots(5.0) == {"_csi-snap-x_1": 1.0}
+    assert (server.asked, listed) == ([None], [None, None])
+    inner = await made._reachable(5.0)
+    assert inner.identity["snapshot"] == "_csi-snap-x_1"
+    assert (tmp_path / "a" / claims.KEY).stat().st_mode & 0o777 == 0o600
