@@ -1,9 +1,9 @@
 """One API server for all tests of this folder, with the kinds of the agent and its rights.
 
-Those that need the session's Ceph, too, run in the worker that has it, beside one of their own.
+Those that need the session's Ceph, too, have one of their own: they run in another group, perhaps
+in the same worker, where this is set up once more.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +15,5 @@ from tests.testbed import control_plane
 
 @pytest.fixture(scope="package")
 def plane(run_folder: Path) -> Iterator[control_plane.ControlPlane]:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    with planes.with_kinds(run_folder / f"plane{worker}") as made:
+    with planes.with_kinds(run_folder / control_plane.unique("plane")) as made:
         yield made

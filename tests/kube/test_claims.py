@@ -5,7 +5,6 @@ Nothing of ceph-csi runs: the objects are made by hand, with the fields that its
 """
 
 import json
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,7 +296,6 @@ def test_a_claim_that_may_not_be_cached_says_why_and_is_taken_once_it_may(
         "the reason", detail=node.said,
     )  # fmt: skip
     assert node.dataset(name)["state"] == "waiting"
-    time.sleep(waiting.limit(0.1))
     site.plane.kubectl("annotate", "pvc", claim, "-n", site.space, "nodeagent.io/cache=allowed")
     node.tell(name, "warm")
     wait_complete(node, name)
