@@ -8,7 +8,7 @@ import kit.errors
 import kit.units
 from cache import status
 from cache.component import Cache
-from cache.dataset import choices, publish
+from cache.dataset import choices
 from cache.dataset.dataset import Dataset
 from cache.work.jobs import Jobs
 from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
@@ -245,7 +245,7 @@ async def _rescan(cache: Cache, request: Request) -> Answer:
 
 async def _publish_manifest(cache: Cache, request: Request) -> Json:
     to = request.fields(to=str).get("to", "")
-    return await publish.publish(_named(cache, request), to)
+    return await choices.publish(_named(cache, request), to)
 
 
 async def _cancel(cache: Cache, request: Request) -> Answer:

@@ -5,11 +5,9 @@ The Kubernetes client takes most of a second to import, so that ``--help`` does 
 
 import datetime
 import functools
-import io
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -376,24 +374,4 @@ def bundle(cluster: "server.FleetServer", node: str, target: Path | None) -> Non
 
 def main() -> None:
     """Entry point. Errors of ours end with one line and the exit code of their class."""
-    try:
-        cli(prog_name="kubectl nodeagent", standalone_mode=False)
-    except kit.errors.AgentError as error:
-        terminal.say(f"kubectl nodeagent: {error}", error=True)
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(shown)
-        for line in shown.getvalue().splitlines():
-            terminal.say(line, error=True)
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        terminal.say("kubectl nodeagent: interrupted", error=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader of our output is gone; nothing is left to print
-        sys.exit(141)
-    except Exception:  # Python would print text of others as it is
-        for line in kit.redact.text(traceback.format_exc()).splitlines():
-            terminal.say(line, error=True)
-        sys.exit(1)
+    terminal.run(cli, "kubectl nodeagent")

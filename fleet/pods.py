@@ -12,6 +12,7 @@ import msgspec
 import websocket
 
 import kit.errors
+import kit.files
 import kit.units
 from fleet import server, shapes
 
@@ -173,16 +174,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
 @contextlib.contextmanager
 def _new(target: Path) -> Iterator[IO[bytes]]:
     """A file that is new, and gone again when the block fails. RefusedError, HostError."""
-    try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise kit.errors.RefusedError(
-            str(target), "it exists", "remove it, or name another with -o"
-        ) from error
-    except OSError as error:
-        raise kit.errors.HostError(
-            str(target), f"cannot be written ({error.strerror})", "name another with -o"
-        ) from error
+    descriptor = kit.files.new(target, "-o")
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

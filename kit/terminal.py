@@ -7,9 +7,11 @@ control characters must not move the operator's cursor, so ``say`` escapes them.
 
 import asyncio
 import functools
+import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import click
 
+import kit.errors
+import kit.redact
 import kit.room
 
 
@@ -123,6 +127,32 @@ def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], c
         return group.command(name)(output_option(json_option(click.pass_obj(wrapped))))
 
     return decorate
+
+
+def run(program: click.Command, name: str) -> None:
+    """The entry point of a program. Errors of ours end with one line and the exit code of their
+    class; ``name`` stands before them."""
+    try:
+        program(prog_name=name, standalone_mode=False)
+    except kit.errors.AgentError as error:
+        say(f"{name}: {error}", error=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(shown)
+        for line in shown.getvalue().splitlines():  # they repeat the words that were given
+            say(line, error=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        say(f"{name}: interrupted", error=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader of our output is gone; nothing is left to print
+        sys.exit(141)
+    except Exception:  # Python would print text of others as it is
+        for line in kit.redact.text(traceback.format_exc()).splitlines():
+            say(line, error=True)
+        sys.exit(1)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

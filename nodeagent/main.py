@@ -6,10 +6,8 @@ called, so that ``nodeagent --help`` and the agent itself do not load what only 
 """
 
 import asyncio
-import io
 import os
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,24 +241,4 @@ for _command in (command for room in rooms.ROOMS for command in room.commands):
 
 def main() -> None:
     """Entry point. Errors of ours end with one line and the exit code of their class."""
-    try:
-        cli(standalone_mode=False)
-    except kit.errors.AgentError as error:
-        terminal.say(f"nodeagent: {error}", error=True)
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(shown)
-        for line in shown.getvalue().splitlines():  # they repeat the words that were given
-            terminal.say(line, error=True)
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        terminal.say("nodeagent: interrupted", error=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader of our output is gone; nothing is left to print
-        sys.exit(141)
-    except Exception:  # Python would print text of others as it is
-        for line in kit.redact.text(traceback.format_exc()).splitlines():
-            terminal.say(line, error=True)
-        sys.exit(1)
+    terminal.run(cli, "nodeagent")

@@ -331,6 +331,8 @@ class Jobs:
         log.info(event, dataset=dataset.name, result=end.result, why=end.why)
         goes_on, refused = dataset.gave_way, end.result in ("refused", "crossed")
         changes: dict[str, Any] = {"why": end.why}
+        if not serves:
+            changes |= {"refused": "", "crossed": ""}
         if end.fill is not None:
             changes |= target.figures.counts() | end.fill.record()
         if end.result in ("complete", "partial"):
@@ -356,7 +358,7 @@ class Jobs:
             case _ if not serves:
                 if refused:
                     why = standing.unfit(**{end.result: end.why})
-                    changes |= {"refused": "", "crossed": "", end.result: end.why, "why": why}
+                    changes |= {end.result: end.why, "why": why}
                 if not goes_on:
                     target.reached = None
                     times.fill_later(None)
@@ -365,7 +367,9 @@ class Jobs:
                 return
             if end.result == "partial":
                 if goes_on or _fits_now(times, end):
-                    changes, goes_on, target.fits = {"state": "filling"}, True, False
+                    # Of the one that serves an eviction may have written newer figures meanwhile.
+                    changes = {"state": "filling"} if serves else changes | {"state": "filling"}
+                    goes_on, target.fits = True, False
                     times.fill_soon()
                 else:
                     changes["why"] += self.budgets.waits_for(dataset)

@@ -16,7 +16,7 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ import kit.files
 import kit.processes
 import kit.redact
 import kit.room
-from linux import mountinfo
 from nodeagent import configfile, rooms
-from nodeagent.commands import doctor
+from nodeagent.commands import bundle_files, doctor
 
 LARGEST = 2**20
 MOST_BYTES = 9 * 2**20
@@ -49,8 +48,6 @@ _KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----")
 
 # Directories of the state directory in which sources are mounted, and overlays made.
 _OF_DATASETS = ("sources", "scratch")
-_TEXTS = (".json", ".jsonl", ".log")
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Read = Callable[[], Awaitable[str]]
 
@@ -168,7 +165,7 @@ def _reads(path: Path, *, newest: bool = False) -> Read:
 
     async def run() -> str:
         text: str = await kit.child.call(
-            part, str(path), 2 * LARGEST, newest, deadline=FILE_SECONDS
+            bundle_files.part, str(path), 2 * LARGEST, newest, deadline=FILE_SECONDS
         )
         return text
 
@@ -237,7 +234,9 @@ async def _add_state(bundle: Bundle, settings: Any) -> None:
             leave_out += map(str, room.data(section))
     limits = (MOST_STATE_FILES, 2 * LARGEST, 2 * MOST_BYTES)
     try:
-        found = await kit.child.call(state, str(folder), leave_out, *limits, deadline=STATE_SECONDS)
+        found = await kit.child.call(
+            bundle_files.state, str(folder), leave_out, *limits, deadline=STATE_SECONDS
+        )
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         bundle.lacks("state", str(folder), str(error))
         return
@@ -254,81 +253,6 @@ def _write(target: Path, data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise kit.errors.RefusedError(
-            str(target), "it exists", "remove it, or name another with --file"
-        ) from error
-    except OSError as error:
-        raise kit.errors.HostError(
-            str(target), f"cannot be written ({error.strerror})", "name another with --file"
-        ) from error
+    descriptor = kit.files.new(target, "--file")
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
-
-
-# --- in child processes: a disk or a mount may hang, and the bundle is for that moment
-
-
-def part(path: str, most: int, newest: bool) -> str:
-    """The beginning of a regular file, or its end from the begin of a line. OSError."""
-    with kit.files.regular(path) as shown, Path(shown).open("rb") as file:
-        if newest:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - most))
-            if size > most:
-                file.readline()  # the rest of a line whose begin may name a secret
-        return file.read(most).decode("utf-8", "replace")
-
-
-def state(
-    folder: str, leave_out: Sequence[str], most_files: int, most: int, most_bytes: int
-) -> dict[str, Any]:
-    """The files of a state directory: ``listed``, ``texts`` by name (of JSON files and logs, at
-    most ``most`` bytes of each and about ``most_bytes`` in all), and ``lacks``, by name why not.
-
-    Left out, and never touched: the directories ``leave_out``, whatever is mounted there (a source
-    of a dataset), links, and what has 'secret' in its name. OSError.
-    """
-    listed, texts, lacks = [], {}, {}
-    top = os.path.realpath(folder)
-    left_out = {os.path.join(top, os.path.relpath(each, folder)) for each in leave_out}
-    names = sorted(_walk(top, left_out | _mounted(), 100 * most_files))
-    for name in names[:most_files]:
-        path = os.path.join(folder, name)
-        try:
-            status = os.lstat(path)
-            listed.append({"name": name, "bytes": status.st_size, "changed": status.st_mtime})
-            if name.endswith(_TEXTS) and "secret" not in name and most_bytes > 0:
-                texts[name] = part(path, most, not name.endswith(".json"))
-                most_bytes -= len(texts[name])
-        except OSError as error:
-            lacks[name] = error.strerror or str(error)
-    return {"listed": listed, "texts": texts, "lacks": lacks}
-
-
-def _mounted() -> set[str]:
-    return {mount.target for mount in mountinfo.read()}
-
-
-def _walk(folder: str, leave_out: set[str], most: int) -> Iterator[str]:
-    """Names of regular files below ``folder`` on its file system, of ``most`` entries."""
-    device = os.stat(folder).st_dev
-    folders = [folder]
-    while folders:
-        path = folders.pop()
-        with kit.files.closing(os.open(path, _DIRECTORY)) as opened:
-            if os.fstat(opened).st_dev != device:
-                continue  # mounted since
-            for entry in os.scandir(opened):
-                most -= 1
-                if most < 0:
-                    return
-                below = os.path.join(path, entry.name)
-                if below in leave_out:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(below)
-                elif entry.is_file(follow_symlinks=False):
-                    yield os.path.relpath(below, folder)

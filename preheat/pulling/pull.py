@@ -40,6 +40,7 @@ from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
+CYCLE_SECONDS = 15.0  # of the loop (preheat.pulling.reconciler)
 POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
 # After so many failed pulls of an image look-ups find out when the registry is back.
@@ -523,10 +524,12 @@ class Pulls:
         self.totals.failed[error.kind.value] += 1
 
     def _wake_for_retry(self, ref: str) -> None:
+        """Wake the loop for a retry that is due before the next cycle."""
         failed = self.failures.get(ref)
         if failed is not None and failed.retry_at is not None:
-            wait = max(0.0, failed.retry_at - time.time())
-            asyncio.get_running_loop().call_later(wait + 0.01, self._wake)
+            wait = failed.retry_at - time.time()
+            if 0 < wait < CYCLE_SECONDS:
+                asyncio.get_running_loop().call_later(wait + 0.01, self._wake)
 
     async def halt(self, ref: str) -> None:
         """Cancel a running pull; its hold keeps the bytes."""

@@ -31,7 +31,6 @@ from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
-CYCLE_SECONDS = 15.0
 # Changes that come together make one cycle.
 SETTLE_SECONDS = 0.05
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
@@ -102,7 +101,7 @@ class Reconciler:
                     log.error("preheating stopped", error=str(error))
                 self.trouble = str(error)
             self.last_cycle = time.monotonic()
-            wait = CYCLE_SECONDS if not self.trouble else RECONNECT_LONGEST
+            wait = pull.CYCLE_SECONDS if not self.trouble else RECONNECT_LONGEST
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._wake.wait()

@@ -23,7 +23,7 @@ from typing import Any
 
 from kube.settings import ThisNode
 from preheat.image import manifest
-from preheat.pulling import reconciler
+from preheat.pulling import pull
 from preheat.pulling.pull import PROBED_AFTER
 from preheat.registry import failure, resolver, schedule
 from preheat.registry.failure import Kind, PullError
@@ -105,7 +105,7 @@ class Node:
         else:
             self.next = START + self._random.random() * DELIVERY_SECONDS
             self._turns.want({REF: False}, self.next)
-        self._phase = self._random.random() * reconciler.CYCLE_SECONDS
+        self._phase = self._random.random() * pull.CYCLE_SECONDS
 
     def _lookup_at(self) -> float:
         return self._turns.lookup_at(REF, self._answered, fixed=False, failed=self._lookup.failed)
@@ -140,8 +140,8 @@ class Node:
         """The node's first cycle from ``at`` on; a retry wakes it (reconciler)."""
         if self._lookup.failed is not None or self._pull is not None:
             return at
-        cycles = math.ceil((at - START - self._phase) / reconciler.CYCLE_SECONDS)
-        return START + self._phase + cycles * reconciler.CYCLE_SECONDS
+        cycles = math.ceil((at - START - self._phase) / pull.CYCLE_SECONDS)
+        return START + self._phase + cycles * pull.CYCLE_SECONDS
 
     def _failed(
         self, known: failure.PullFailure | None, now: float, pull: bool

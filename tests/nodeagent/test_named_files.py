@@ -13,7 +13,7 @@ from kube import access, kubelet
 from kube.settings import AccessSettings, KubeletSettings
 from nodeagent import configfile
 from nodeagent.api import rotation
-from nodeagent.commands import bundle
+from nodeagent.commands import bundle_files
 from preheat import settings
 from preheat.image import manifest
 from preheat.registry import credentials, hosts
@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "patterns": patterns.load,
     "hosts.toml": hosts_file,
     "authority of a registry": certificate,
-    "log of the bundle": lambda path: bundle.part(str(path), 10, False),
+    "log of the bundle": lambda path: bundle_files.part(str(path), 10, False),
 }
 
 

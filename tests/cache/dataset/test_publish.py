@@ -13,7 +13,7 @@ import pytest
 import kit.child
 import kit.errors
 import kit.files
-from cache.dataset import publish, standing
+from cache.dataset import choices, standing
 from cache.store import index, published
 from cache.store.tree import Entry
 
@@ -129,13 +129,13 @@ async def test_dataset_is_published_once_at_a_time(
 
     monkeypatch.setattr(kit.child, "call", call)
     made, to = dataset(tmp_path), "/mnt/v7.manifest"
-    first = asyncio.create_task(publish.publish(made, to))
+    first = asyncio.create_task(choices.publish(made, to))
     await asyncio.sleep(0)
     with pytest.raises(kit.errors.RefusedError, match="dataset a: it is being published already"):
-        await publish.publish(made, "/mnt/v8.manifest")
+        await choices.publish(made, "/mnt/v8.manifest")
     go.set()
     assert (await first)["path"] == to
-    await publish.publish(made, to)
+    await choices.publish(made, to)
     places = [str(tmp_path / each) for each in ("store", "views", "state")]
     assert asked == [(published.write, to, "g", MARKS, places)] * 2
 
@@ -145,4 +145,4 @@ async def test_dataset_is_published_once_at_a_time(
 )
 async def test_other_names_are_refused(tmp_path: Path, to: str) -> None:
     with pytest.raises(kit.errors.SettingsError):
-        await publish.publish(dataset(tmp_path), to)
+        await choices.publish(dataset(tmp_path), to)
