@@ -306,7 +306,10 @@ class Audit:
             self._blind = f"{error.thing}: {error.cause}"
 
     def _request(self, depth: scheduler.Depth) -> scan.Request:
-        self._node.hear()
+        awake = self._wake.is_set()
+        self._node.hear()  # which wakes; but what is heard here, this very scan reads
+        if not awake:
+            self._wake.clear()
         if depth.deep and time.monotonic() - self._all_read >= _ALL_SECONDS:
             self._changed = None
         changed = None if self._changed is None else tuple(sorted(self._changed))

@@ -133,6 +133,7 @@ async def test_devices_that_uevents_name_are_read_again(
     waiting += [["rbd1", "rbd0"], ["rbd1"]]
     await audit.round()
     assert asked[2:] == [("rbd0", "rbd1")]
+    assert not audit._wake.is_set(), "what a scan reads starts no other one"
     waiting += [["rbd7"]]
     await audit.round()
     await audit.round()
