@@ -40,7 +40,7 @@ DETACH_SECONDS = 15.0
 MAPPED = "mapped.json"
 _UNMAP_LOOKS, _UNMAP_SECONDS = 20, 0.1
 _NO_MAPPER = "no device mapper here: what is stored is read from the SSD when all of it is"
-_FILES = ("keyring", "ceph.conf", MAPPED)
+_FILES = ("keyring", "ceph.conf", base.CLAIM_KEY, MAPPED)
 _CONF = "[global]\nmon host = {monitors}\nkeyring = {keyring}\nlog file =\nadmin socket =\n"
 # Where signatures lie: the first of these bytes, and the last for what writes at the end.
 _FIRST_BYTES, _LAST_BYTES = 2 * 2**20, 2**20
