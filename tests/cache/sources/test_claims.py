@@ -134,6 +134,7 @@ async def test_a_cephfs_claim_is_its_subvolume() -> None:
     )  # fmt: skip
     assert (made.key, made.snapshot) == ("AQBkey==", "")
     assert made.key not in repr(made)
+    assert made.key not in repr(cephfs_mount.Way(made.source, (), made.key, "dataset a"))
     assert "ReadWriteMany" in made.note
 
 
