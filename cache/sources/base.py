@@ -11,8 +11,6 @@ from cache.settings import Source as Settings
 from cache.sources import roots
 from ceph.protocol import Access, ImageAccess
 
-CLAIM_KEY = "claim.key"  # in the folder of a source that a claim names, beside its keyring
-
 
 class GoneError(kit.errors.SourceError):
     """Its directory answers, and has no such snapshot: what was cached of it has no source."""

@@ -27,7 +27,6 @@ import kit.errors
 import kit.files
 import kit.redact
 from cache.settings import CephfsSource
-from cache.sources import base
 from ceph import monitors, secrets
 from ceph.monitors import Address
 from linux import mountinfo, mounts
@@ -70,6 +69,7 @@ debug objectcacher = 0/0
 """
 
 POINT = "mount"
+CLAIM_KEY = "claim.key"  # beside the keyring, of a source that a claim names
 
 
 class MayNotError(kit.errors.SourceError):
@@ -265,7 +265,7 @@ async def release(folder: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    for name in ("keyring", "ceph.conf", base.CLAIM_KEY, SHOWN, SAID):
+    for name in ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, SAID):
         (folder / name).unlink(missing_ok=True)
     for made in (folder / POINT, folder):
         with contextlib.suppress(OSError):

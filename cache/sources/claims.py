@@ -33,7 +33,7 @@ import kit.files
 import kit.formats
 import kit.pause
 from cache.settings import CephfsSource, DatasetSettings, PvcSource, RbdSource, Source
-from cache.sources import base, cephfs, rbd
+from cache.sources import base, cephfs, cephfs_mount, rbd
 from kube import client
 from kube.settings import ThisNode
 
@@ -439,7 +439,7 @@ class ClaimSource:
     ) -> None:  # fmt: skip
         """``memory``: a file that tells the next agent whether it is an image."""
         self._dataset, self._source, self._folder, self._memory = dataset, source, folder, memory
-        self._lookup = lookup
+        self._key, self._lookup = folder / cephfs_mount.CLAIM_KEY, lookup
         self._thing = f"dataset {dataset.name}: claim {source.namespace}/{source.name}"
         self._inner: cephfs.Cephfs | rbd.Rbd | None = None
         self.block = kit.formats.read(memory, None, dict) == {"block": True}
@@ -475,7 +475,7 @@ class ClaimSource:
         whole = await self._find(self._whole, deadline)
         if not isinstance(whole.source, CephfsSource):
             return {}  # 'follow' is for directories
-        await self._write_key(whole)
+        await asyncio.to_thread(_keep, self._key, whole.key)
         volume = cephfs.Cephfs(self._dataset, whole.source, self._folder)
         with self._lookup.doubted():
             return await volume.snapshots(deadline)
@@ -497,11 +497,7 @@ class ClaimSource:
         return self._source.model_copy(update={"snapshot": None})
 
     async def _find(self, source: PvcSource, deadline: float) -> ClaimedSource:
-        file = self._folder / base.CLAIM_KEY
-        return await self._lookup.find(source, file, self._thing, deadline)
-
-    async def _write_key(self, found: ClaimedSource) -> None:
-        await asyncio.to_thread(_keep, self._folder / base.CLAIM_KEY, found.key.encode("ascii"))
+        return await self._lookup.find(source, self._key, self._thing, deadline)
 
     async def _reachable(self, deadline: float) -> cephfs.Cephfs | rbd.Rbd:
         """The directory or image behind it."""
@@ -521,10 +517,9 @@ class ClaimSource:
                 await release(self._folder)
             self._inner = made
         if made.block != self.block:
-            text = json.dumps({"block": made.block}).encode()
-            await asyncio.to_thread(_keep, self._memory, text)
+            await asyncio.to_thread(_keep, self._memory, json.dumps({"block": made.block}))
             self.block = made.block
-        await self._write_key(found)  # after a release, which deletes it
+        await asyncio.to_thread(_keep, self._key, found.key)  # a release deletes it
         return self._inner
 
     async def _in_ceph(self, found: ClaimedSource, deadline: float) -> str:
@@ -550,6 +545,6 @@ async def release(folder: Path) -> None:
     await kind.release(folder)
 
 
-def _keep(file: Path, content: bytes) -> None:
+def _keep(file: Path, text: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kit.files.save(file, content)
+    kit.files.save(file, text.encode("ascii"))

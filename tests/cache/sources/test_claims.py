@@ -429,7 +429,7 @@ async def test_a_followed_snapshot_is_looked_for_in_ceph_alone(
     assert (server.asked, listed) == ([None], [None, None])
     inner = await made._reachable(5.0)
     assert inner.identity["snapshot"] == name
-    key = kinds.folder_of(tmp_path, "a") / base.CLAIM_KEY
+    key = kinds.folder_of(tmp_path, "a") / cephfs_mount.CLAIM_KEY
     assert key.stat().st_mode & 0o777 == 0o600
 
 
@@ -463,7 +463,7 @@ async def test_a_snapshot_is_found_where_each_ceph_keeps_it(
     assert lookup._due[AT_V1] == clock.now + claims.AGAIN_SECONDS[0]
 
 
-LEFT = ("keyring", "ceph.conf", base.CLAIM_KEY)
+LEFT = ("keyring", "ceph.conf", cephfs_mount.CLAIM_KEY)
 
 
 @pytest.mark.parametrize("kind", [cephfs_mount.SHOWN, rbd.MAPPED])
@@ -503,7 +503,7 @@ async def test_a_claim_that_is_of_another_kind_by_now_is_read_as_that(
         lookup.forget()
         await made._reachable(5.0)
         assert made.block is is_image
-        assert (kinds.folder_of(tmp_path, "a") / base.CLAIM_KEY).read_text() == "AQBkey=="
+        assert (kinds.folder_of(tmp_path, "a") / cephfs_mount.CLAIM_KEY).read_text() == "AQBkey=="
         assert of_claim(tmp_path, lookup, AT_V1, "snapshot").block is is_image
 
 
