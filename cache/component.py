@@ -421,7 +421,7 @@ class Cache:
                 self.get(name)
             await kit.child.call(by_id.take_down_all, target, deadline=VIEW_SECONDS)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
-            await kinds.release(kinds.folder_of(self._state_dir, name))
+            await kinds.forget(self._state_dir, name)
             kit.formats.forget(kept.file_of(self._state_dir, name))
         for folder in folders:
             await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)

@@ -16,7 +16,7 @@ import kit.formats
 from cache.csi import mounts as csi_mounts
 from cache.csi import records, volumes
 from cache.settings import CacheSettings
-from cache.sources import cephfs_mount, kinds
+from cache.sources import cephfs_mount, claims, kinds
 from cache.store import disk, generations, tree
 from cache.views import by_id, view
 from kit.traces import Trace
@@ -24,7 +24,7 @@ from linux import mountinfo, mounts
 
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 _STATE = (
-    *("datasets", "scratch", records.FOLDER),
+    *("datasets", "scratch", kinds.MEMORIES, records.FOLDER),
     *("cache-disk.json", "cache-trust.json", "dataset-uses.json"),
 )
 CLIENT_SECONDS = 10.0  # for ceph-fuse to end after its mount has gone
@@ -120,7 +120,7 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             while _own_bind(name, mountinfo.read()):
                 mounts.unmount(name)
         case "source mount":
-            asyncio.run(kinds.release(Path(name)))
+            asyncio.run(claims.release(Path(name)))
             if mountinfo.stacked(f"{name}/mount"):
                 raise kit.errors.InUseError(
                     f"source mount {name}", "it cannot be unmounted", "see who uses it: fuser -vm"

@@ -27,7 +27,7 @@ class ApiAccess:
     """``token`` is empty where a certificate is the login."""
 
     server: str
-    token: str
+    token: str = field(repr=False)
     tls: ssl.SSLContext
 
 

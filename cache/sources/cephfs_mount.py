@@ -16,7 +16,7 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ debug objectcacher = 0/0
 """
 
 POINT = "mount"
+CLAIM_KEY = "claim.key"  # beside the keyring, of a source that a claim names
 
 
 class MayNotError(kit.errors.SourceError):
@@ -81,7 +82,7 @@ class Way:
 
     source: CephfsSource
     addresses: Sequence[Address]
-    secret: str
+    secret: str = field(repr=False)
     thing: str  # what it is for, for operators
 
     def error(self, cause: str, remedy: str) -> kit.errors.SourceError:
@@ -264,11 +265,11 @@ async def release(folder: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    for name in ("keyring", "ceph.conf", SHOWN, SAID):
+    for name in ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, SAID):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        (folder / POINT).rmdir()
-        folder.rmdir()
+    for made in (folder / POINT, folder):
+        with contextlib.suppress(OSError):
+            made.rmdir()
 
 
 def _daemons(target: str) -> list[int]:

@@ -20,8 +20,8 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ import kit.files
 import kit.formats
 import kit.pause
 from cache.settings import CephfsSource, DatasetSettings, PvcSource, RbdSource, Source
-from cache.sources import base, cephfs, rbd
+from cache.sources import base, cephfs, cephfs_mount, rbd
 from kube import client
 from kube.settings import ThisNode
 
@@ -42,8 +42,7 @@ log = structlog.get_logger("source")
 ALLOWED = "nodeagent.io/cache"  # an annotation of the claim: 'allowed'
 ANSWER_SECONDS = 10.0  # for one request
 FOUND_SECONDS = 6 * 3600.0  # for which an answer is used; each look takes about six requests
-AGAIN_SECONDS = 60.0  # after a source that did not answer
-KEY = "claim.key"
+AGAIN_SECONDS = (60.0, 1800.0)  # after a source that did not answer: the first pause, the longest
 MOST_ANSWERS = 16  # of one dataset: its generations, and the volume itself
 KINDS = {"cephfs.csi.ceph.com": "cephfs", "rbd.csi.ceph.com": "rbd"}  # with a prefix: Rook's
 # Where ceph-csi and Rook keep monitors: name of the ConfigMap, and its entry.
@@ -82,11 +81,11 @@ class ClaimedVolume:
 
 @dataclass(frozen=True)
 class ClaimedSource:
-    """What a claim names. ``marker``: how the name of its snapshot begins in CephFS."""
+    """What a claim names. ``snapshot``: of a CephFS volume, as ceph-csi called it."""
 
     source: CephfsSource | RbdSource
-    key: str
-    marker: str = ""
+    key: str = field(repr=False)
+    snapshot: str = ""
     note: str = ""
 
 
@@ -116,17 +115,18 @@ def volume_of(claim: Object, volume: Object) -> ClaimedVolume:
         raise ClaimError("its volume is bound to another claim", "see 'kubectl describe pv'")
     csi = spec.get("csi") or {}
     driver, given = str(csi.get("driver", "")), dict(csi.get("volumeAttributes") or {})
-    kind = next((kind for name, kind in KINDS.items() if _is_driver(driver, name)), "")
+    kinds = (kind for name, kind in KINDS.items() if f".{driver}".endswith(f".{name}"))
+    kind = next(kinds, "")
     if not kind:
         what = driver or "no CSI driver"
         raise ClaimError(f"its volume is of {what}, not of ceph-csi", "use 'kind: dir' for it")
-    if str(given.get("encrypted", "")).lower() == "true":
+    if _is_true(given, "encrypted"):
         raise ClaimError("its volume is encrypted", "cache a copy that is not")
     secret = csi.get("nodeStageSecretRef") or {}
     if not secret.get("name") or not secret.get("namespace"):
         raise ClaimError("its volume names no node-stage Secret", "see its StorageClass")
     modes = [mode for mode in spec.get("accessModes") or () if mode != "ReadOnlyMany"]
-    static = str(given.get("staticVolume", "")).lower() == "true"
+    static = _is_true(given, "staticVolume")
     found = ClaimedVolume(
         kind, _text(given, "clusterID"), (str(secret["namespace"]), str(secret["name"])),
         writers=", ".join(modes),
@@ -135,11 +135,21 @@ def volume_of(claim: Object, volume: Object) -> ClaimedVolume:
         image = str(csi.get("volumeHandle", "")) if static else _text(given, "imageName")
         return dataclasses.replace(found, pool=_text(given, "pool"), image=image)
     directory = _text(given, "rootPath" if static else "subvolumePath")
+    # A claim made of a snapshot without a copy has no data of its own: its path is the directory
+    # above that of the other volume, with a slash behind it. Data is in GROUP/NAME-UUID/UUID, in
+    # what Ceph calls a legacy subvolume in GROUP/NAME-UUID, without a slash.
+    shows = _is_true(given, "backingSnapshot") or given.get("backingSnapshotID")
+    if shows or not (static or _UUID.fullmatch(directory[-36:])):
+        raise ClaimError(
+            "it shows a snapshot of another volume",
+            "name that volume's claim, and the VolumeSnapshot as source.snapshot",
+        )
     return dataclasses.replace(found, filesystem=_text(given, "fsName"), directory=directory)
 
 
-def _is_driver(driver: str, name: str) -> bool:
-    return driver == name or driver.endswith(f".{name}")
+def _is_true(given: Object, name: str) -> bool:
+    """As ceph-csi reads it (Go's ParseBool)."""
+    return str(given.get(name)).lower() in ("1", "t", "true")
 
 
 def _text(given: Object, name: str) -> str:
@@ -151,20 +161,6 @@ def _text(given: Object, name: str) -> str:
             "or 'kind: rbd'",
         )
     return value
-
-
-def shown_snapshot(source: PvcSource, claim: Object, volume: Object, kind: str) -> str:
-    """The VolumeSnapshot that is read: the named one, or the one that a claim shows without a copy
-    ('backingSnapshot'); '' for the volume itself."""
-    if source.snapshot is not None:
-        return source.snapshot
-    spec = volume.get("spec") or {}
-    given = (spec.get("csi") or {}).get("volumeAttributes") or {}
-    origin = (claim.get("spec") or {}).get("dataSource") or {}
-    read_only = set(spec.get("accessModes") or ()) == {"ReadOnlyMany"}
-    shallow = str(given.get("backingSnapshot") or read_only).lower() == "true"
-    is_snapshot = origin.get("kind") == "VolumeSnapshot"
-    return str(origin["name"]) if kind == "cephfs" and shallow and is_snapshot else ""
 
 
 def snapshot_name(content: Object, prefix: str) -> str:
@@ -223,9 +219,10 @@ async def find(source: PvcSource, key_file: Path, ask: Ask) -> ClaimedSource:
     name = str(claim["spec"]["volumeName"])
     bound = await ask(client.path_to("/api/v1/persistentvolumes", name), f"PersistentVolume {name}")
     volume = volume_of(claim, bound)
-    snapshot = shown_snapshot(source, claim, bound, volume.kind)
-    of_volume = str(bound["spec"]["csi"].get("volumeHandle", "")) if source.snapshot else ""
-    in_ceph = await _snapshot(source.namespace, snapshot, of_volume, ask) if snapshot else ""
+    in_ceph = ""
+    if source.snapshot is not None:
+        handle = str(bound["spec"]["csi"].get("volumeHandle", ""))
+        in_ceph = await _snapshot(source.namespace, source.snapshot, handle, ask)
     cluster = cluster_of(await _config(volume.secret[0], ask), volume.cluster)
     secret = "/".join(volume.secret)
     user, key = login_of(
@@ -244,7 +241,7 @@ async def find(source: PvcSource, key_file: Path, ask: Ask) -> ClaimedSource:
             f"pods may write to the claim ({volume.writers}): 'frozen' is your promise that none "
             "does"
         )  # fmt: skip
-        return ClaimedSource(tree, key, f"_{in_ceph}_" if in_ceph else "", note)
+        return ClaimedSource(tree, key, in_ceph, note)
     if not in_ceph:
         raise ClaimError(
             "it is an RBD image, which is cached from a snapshot only",
@@ -299,7 +296,7 @@ def told(source: PvcSource, here: ThisNode) -> str:
 
 async def _snapshot(namespace: str, name: str, of_volume: str, ask: Ask) -> str:
     """How Ceph calls a VolumeSnapshot. ``of_volume``: the handle of the volume that it must be of,
-    because only that one's claim allowed it; '': any."""
+    because only that one's claim allowed it."""
     path = client.path_to(f"{SNAPSHOTS}/namespaces", namespace, "volumesnapshots", name)
     snapshot = await ask(path, f"VolumeSnapshot {namespace}/{name}")
     content = str((snapshot.get("status") or {}).get("boundVolumeSnapshotContentName") or "")
@@ -311,7 +308,7 @@ async def _snapshot(namespace: str, name: str, of_volume: str, ask: Ask) -> str:
     if owner.get("uid") != snapshot["metadata"].get("uid"):
         raise ClaimError(f"VolumeSnapshot {namespace}/{name} is not bound", "wait for it")
     made_of = str(((bound.get("spec") or {}).get("source") or {}).get("volumeHandle") or "")
-    if of_volume and made_of != of_volume:
+    if not made_of or made_of != of_volume:
         raise ClaimError(
             f"VolumeSnapshot {namespace}/{name} is not of this claim's volume",
             "name one that was made of the claim",
@@ -319,23 +316,31 @@ async def _snapshot(namespace: str, name: str, of_volume: str, ask: Ask) -> str:
     kind, prefix = str((bound.get("spec") or {}).get("volumeSnapshotClassName") or ""), ""
     if kind:
         path = client.path_to(f"{SNAPSHOTS}/volumesnapshotclasses", kind)
-        given = (await ask(path, f"VolumeSnapshotClass {kind}")).get("parameters") or {}
-        prefix = str(given.get("snapshotNamePrefix") or "")
+        try:
+            given = (await ask(path, f"VolumeSnapshotClass {kind}")).get("parameters") or {}
+            prefix = str(given.get("snapshotNamePrefix") or "")
+        except client.KubeError as error:
+            if error.status != 404:  # deleted since: most classes name no prefix
+                raise
     return snapshot_name(bound, prefix)
 
 
 async def _config(namespace: str, ask: Ask) -> str:
     """The monitors' entry of the ConfigMap of ceph-csi, or of Rook."""
+    forbidden: client.KubeError | None = None
     for name, entry in CONFIGS:
         path = client.path_to("/api/v1/namespaces", namespace, "configmaps", name)
         try:
             found = await ask(path, f"ConfigMap {namespace}/{name}")
         except client.KubeError as error:
-            if error.status != 404 and (name, entry) == CONFIGS[-1]:
+            if error.status not in (403, 404):
                 raise
+            forbidden = error if error.status == 403 else forbidden
             continue
         if text := (found.get("data") or {}).get(entry):
             return str(text)
+    if forbidden is not None:
+        raise forbidden
     names = " or ".join(f"{namespace}/{name}" for name, _ in CONFIGS)
     raise ClaimError(f"no ConfigMap {names} has monitors", "see where ceph-csi was installed")
 
@@ -354,6 +359,8 @@ class ClaimLookup:
         self._here = here
         self._found: dict[PvcSource, ClaimedSource] = {}
         self._due: dict[PvcSource, float] = {}  # monotonic: when it is asked for again
+        self._pauses = kit.pause.Backoff(*AGAIN_SECONDS)
+        self._again = 0.0  # monotonic: the earliest of them after the last failure
 
     def known(self, source: PvcSource) -> ClaimedSource | None:
         """The last answer."""
@@ -364,9 +371,29 @@ class ClaimLookup:
         self._due.clear()
 
     def ask_again(self) -> None:
-        """Keys and monitors change: look whether they did, but not at each try."""
-        soon = time.monotonic() + AGAIN_SECONDS
+        """Keys and monitors change: look whether they did, but not at each try, and ever less often
+        while that does not help."""
+        soon = self._later()
         self._due = {source: min(due, soon) for source, due in self._due.items()}
+
+    def answered(self) -> None:
+        """The source did: its next failure is the first one."""
+        self._pauses.reset()
+        self._again = 0.0
+
+    def _later(self) -> float:
+        if (now := time.monotonic()) >= self._again:
+            self._again = now + self._pauses.next()
+        return self._again
+
+    @contextlib.contextmanager
+    def doubted(self) -> Iterator[None]:
+        """What fails in the block may do so because other things are true by now."""
+        try:
+            yield
+        except kit.errors.SourceError:
+            self.ask_again()
+            raise
 
     async def find(
         self, source: PvcSource, key_file: Path, thing: str, deadline: float
@@ -375,10 +402,10 @@ class ClaimLookup:
         found = self._found.get(source)
         if found is not None and time.monotonic() < self._due.get(source, 0.0):
             return found
-        pause = FOUND_SECONDS
         try:
             async with asyncio.timeout(deadline):
                 found = await asked(source, key_file, self._here())
+            due = time.monotonic() + kit.pause.jittered(FOUND_SECONDS)
         except ClaimError as error:
             raise _unusable(thing, str(error), error.remedy) from None
         except (TimeoutError, client.KubeError) as error:
@@ -387,9 +414,8 @@ class ClaimLookup:
                 cause = f"it is not known what it names: {why}"
                 raise _unusable(thing, cause, "see the API server") from None
             log.warning("claim is read as before", source=thing, why=why)
-            pause = AGAIN_SECONDS
-        self._found[source] = found
-        self._due[source] = time.monotonic() + kit.pause.jittered(pause)
+            due = self._later()
+        self._found[source], self._due[source] = found, due
         while len(self._found) > MOST_ANSWERS:
             oldest = next(iter(self._found))
             del self._found[oldest]
@@ -413,10 +439,10 @@ class ClaimSource:
     ) -> None:  # fmt: skip
         """``memory``: a file that tells the next agent whether it is an image."""
         self._dataset, self._source, self._folder, self._memory = dataset, source, folder, memory
-        self._lookup = lookup
+        self._key, self._lookup = folder / cephfs_mount.CLAIM_KEY, lookup
         self._thing = f"dataset {dataset.name}: claim {source.namespace}/{source.name}"
         self._inner: cephfs.Cephfs | rbd.Rbd | None = None
-        self._kept_block = kit.formats.read(memory, None, dict) == {"block": True}
+        self.block = kit.formats.read(memory, None, dict) == {"block": True}
         self.immutable = dataset.freshness != "frozen"
 
     @property
@@ -426,10 +452,6 @@ class ClaimSource:
             "kind": "pvc", "namespace": source.namespace, "name": source.name,
             "snapshot": source.snapshot,
         }  # fmt: skip
-
-    @property
-    def block(self) -> bool:
-        return self._kept_block if self._inner is None else self._inner.block
 
     @property
     def note(self) -> str:
@@ -442,39 +464,40 @@ class ClaimSource:
         self._lookup.forget()
 
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
-        inner = await self._reachable(deadline)
-        try:
-            return await inner.reach(deadline, serve=serve)
-        except kit.errors.SourceError:
-            self._lookup.ask_again()
-            raise
+        with self._lookup.doubted():
+            inner = await self._reachable(deadline)
+            reached = await inner.reach(deadline, serve=serve)
+        self._lookup.answered()
+        return reached
 
     async def snapshots(self, deadline: float) -> dict[str, float]:
         """Of the volume's directory, whatever snapshot this is of."""
-        whole = await self._find(self._source.model_copy(update={"snapshot": None}), deadline)
+        whole = await self._find(self._whole, deadline)
         if not isinstance(whole.source, CephfsSource):
             return {}  # 'follow' is for directories
-        return await cephfs.Cephfs(self._dataset, whole.source, self._folder).snapshots(deadline)
+        await asyncio.to_thread(_keep, self._key, whole.key)
+        volume = cephfs.Cephfs(self._dataset, whole.source, self._folder)
+        with self._lookup.doubted():
+            return await volume.snapshots(deadline)
 
     async def release(self) -> None:
-        """The key stays in memory: the next look at the source asks nobody."""
-        if self._inner is not None:
-            await self._inner.release()
-        await asyncio.to_thread((self._folder / KEY).unlink, missing_ok=True)
+        """By the folder alone: an earlier agent, or a list of its snapshots, may have mounted it.
+        The key stays in memory: the next look at the source asks nobody."""
+        await release(self._folder)
 
     # --- what it becomes
 
     @property
     def _asked(self) -> PvcSource:
         """As the API server knows it: a snapshot that 'follow' found is none of its names."""
-        followed = (self._source.snapshot or "").startswith("_")
-        return self._source.model_copy(update={"snapshot": None}) if followed else self._source
+        return self._whole if self._dataset.freshness == "follow" else self._source
+
+    @property
+    def _whole(self) -> PvcSource:
+        return self._source.model_copy(update={"snapshot": None})
 
     async def _find(self, source: PvcSource, deadline: float) -> ClaimedSource:
-        """What ``source`` names; its key is in its file."""
-        found = await self._lookup.find(source, self._folder / KEY, self._thing, deadline)
-        await asyncio.to_thread(_write_key, self._folder, found.key)
-        return found
+        return await self._lookup.find(source, self._key, self._thing, deadline)
 
     async def _reachable(self, deadline: float) -> cephfs.Cephfs | rbd.Rbd:
         """The directory or image behind it."""
@@ -489,37 +512,39 @@ class ClaimSource:
             made = rbd.Rbd(self._dataset, source, self._folder)
         if self._inner is not None and self._inner.identity == made.identity:
             self._inner.take(source)
-            return self._inner
-        if self._inner is not None:
-            await self._inner.release()
-        self._inner = made
-        if made.block and not self._kept_block:
-            text = json.dumps({"block": True}).encode()
-            await asyncio.to_thread(_keep, self._memory, text)
-            self._kept_block = True
-        return made
+        else:
+            if self._inner is not None:
+                await release(self._folder)
+            self._inner = made
+        if made.block != self.block:
+            await asyncio.to_thread(_keep, self._memory, json.dumps({"block": made.block}))
+            self.block = made.block
+        await asyncio.to_thread(_keep, self._key, found.key)  # a release deletes it
+        return self._inner
 
     async def _in_ceph(self, found: ClaimedSource, deadline: float) -> str:
-        """The snapshot's name inside of the volume's directory, '' without one. In CephFS one of a
-        subvolume lies a level above, and is seen here with that directory's number behind it."""
-        if self._asked is not self._source:
+        """The snapshot's name inside of the volume's directory, '' without one. One of a subvolume
+        lies a level above, and is seen here with that directory's number behind it; one of a
+        subvolume of version 1, or a legacy one, lies here."""
+        if self._dataset.freshness == "follow":
             return self._source.snapshot or ""
-        if not found.marker:
+        if not (wanted := found.snapshot):
             return ""
         names = await self.snapshots(deadline)
-        matching = [name for name in names if name.startswith(found.marker)]
+        matching = [each for each in names if each == wanted or each.startswith(f"_{wanted}_")]
         if not matching:
-            why = f"it has no snapshot {found.marker}*"
+            why = f"it has no snapshot {wanted}"
             remedy = "make the VolumeSnapshot again, or name another one"
             raise base.GoneError(self._thing, why, f"{remedy}; it is tried again")
         return matching[0]
 
 
-def _write_key(folder: Path, key: str) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kit.files.save(folder / KEY, key.encode("ascii"), 0o600)
+async def release(folder: Path) -> None:
+    """Unmount what a source of any kind left in its folder, and delete its key."""
+    kind = rbd if (folder / rbd.MAPPED).exists() else cephfs
+    await kind.release(folder)
 
 
-def _keep(file: Path, content: bytes) -> None:
+def _keep(file: Path, text: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kit.files.save(file, content)
+    kit.files.save(file, text.encode("ascii"))

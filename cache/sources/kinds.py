@@ -13,6 +13,7 @@ from typing import Any
 
 import kit.child
 import kit.errors
+import kit.formats
 from cache.settings import (
     CephfsSource,
     DatasetSettings,
@@ -27,6 +28,7 @@ from cache.sources import base, cephfs, claims, rbd, roots
 # path of its mount to a shell, unquoted, each time it trims its cache (mount -o remount), and ends
 # when that fails. libfuse follows links first. Ceph splits paths at commas and semicolons, too.
 PLAIN = Path("/run/nodeagent/sources")
+MEMORIES = "claims"  # in the state directory
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9@/._+-]+")
 
 
@@ -72,13 +74,18 @@ def folder_of(state_dir: Path, name: str) -> Path:
     return home(state_dir) / name
 
 
+def memory_of(state_dir: Path, name: str) -> Path:
+    """What is remembered of a claim."""
+    return state_dir / MEMORIES / f"{name}.json"
+
+
 def source_of(
     settings: DatasetSettings, state_dir: Path, lookup: claims.ClaimLookup
 ) -> base.Source:
     """The source of a dataset, not reached yet. ``lookup``: what its claim names."""
     folder = folder_of(state_dir, settings.name)
     if isinstance(settings.source, PvcSource):
-        memory = state_dir / "claims" / f"{settings.name}.json"
+        memory = memory_of(state_dir, settings.name)
         return claims.ClaimSource(settings, settings.source, folder, memory, lookup)
     if isinstance(settings.source, CephfsSource):
         return cephfs.Cephfs(settings, settings.source, folder)
@@ -87,10 +94,10 @@ def source_of(
     return Directory(settings, settings.source, state_dir)
 
 
-async def release(folder: Path) -> None:
-    """Unmount what a source of any kind left in its folder, and delete its key."""
-    kind = rbd if (folder / rbd.MAPPED).exists() else cephfs
-    await kind.release(folder)
+async def forget(state_dir: Path, name: str) -> None:
+    """Release what a source of any kind left, and forget what is remembered of it."""
+    await claims.release(folder_of(state_dir, name))
+    kit.formats.forget(memory_of(state_dir, name))
 
 
 class Directory:

@@ -27,7 +27,7 @@ import kit.child
 import kit.errors
 import kit.files
 from cache.settings import DatasetSettings, RbdSource, Source
-from cache.sources import base
+from cache.sources import base, cephfs_mount
 from cache.store import filesystem, identity, mixed
 from ceph import image, monitors, secrets
 from ceph.protocol import ImageAccess, SnapshotFacts
@@ -40,7 +40,7 @@ DETACH_SECONDS = 15.0
 MAPPED = "mapped.json"
 _UNMAP_LOOKS, _UNMAP_SECONDS = 20, 0.1
 _NO_MAPPER = "no device mapper here: what is stored is read from the SSD when all of it is"
-_FILES = ("keyring", "ceph.conf", MAPPED)
+_FILES = ("keyring", "ceph.conf", cephfs_mount.CLAIM_KEY, MAPPED)
 _CONF = "[global]\nmon host = {monitors}\nkeyring = {keyring}\nlog file =\nadmin socket =\n"
 # Where signatures lie: the first of these bytes, and the last for what writes at the end.
 _FIRST_BYTES, _LAST_BYTES = 2 * 2**20, 2**20

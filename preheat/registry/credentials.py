@@ -16,7 +16,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,7 +198,7 @@ class Provider:
     api_version: str
     matches: tuple[str, ...]  # keys
     arguments: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...] = field(repr=False)
     cache_seconds: float
     needs_token: bool  # of a pod's account
 

@@ -12,7 +12,7 @@ import re
 import ssl
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Host:
     cas: tuple[str, ...] = ()  # trusted beside the system's
     clients: tuple[tuple[str, str], ...] = ()  # client certificate and key; "": in one file
     verify: bool = True
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     abilities: frozenset[str] = _ABILITIES
     origin: bool = False  # the registry's own server, or what hosts.toml calls ``server``
 

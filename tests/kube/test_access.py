@@ -48,6 +48,7 @@ def test_pod_is_told_of_its_cluster_by_the_environment_and_its_account(
     reader = access.Reader(asked)
     first = reader.read()
     assert (first.server, first.token) == ("https://[fd00::1]:6443", "one")
+    assert "one" not in repr(first)
     (tmp_path / "token").write_text("two\n")  # kubelet rotates it
     again = reader.read()
     assert again.token == "two"

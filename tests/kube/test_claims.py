@@ -302,6 +302,26 @@ def test_a_claim_that_may_not_be_cached_says_why_and_is_taken_once_it_may(
     assert read(node.view(name)) == FILES
 
 
+def test_a_claim_that_shows_a_snapshot_shows_no_live_data_of_its_parent(
+    site: Site, node: agent.Agent, area: Path
+) -> None:
+    """As ceph-csi writes the volume of a claim that was made of a snapshot without a copy."""
+    parent, shallow, name = unique("imagenet"), unique("shallow"), unique("cds")
+    path = site.subvolume(parent)
+    with site.cluster.mounted(area / "writer") as top:
+        write(Path(f"{top}{path}"), FILES)
+    above = f"{path.rpartition('/')[0]}/"
+    attributes = {"fsName": "cephfs", "subvolumeName": "csi-vol-x", "subvolumePath": above}
+    site.claim(shallow, "cephfs.csi.ceph.com", attributes, f"0001-{shallow}")
+    node.start()
+    site.plane.apply(dataset(site, name, shallow))
+    waiting.until(
+        lambda: knows(node, name) and "shows a snapshot" in node.dataset(name)["why"], 60,
+        "the reason", detail=node.said,
+    )  # fmt: skip
+    assert not list((node.state / "sources").rglob("csi-vol-*"))
+
+
 def test_an_rbd_claim_is_cached_from_the_image_of_its_snapshot(
     site: Site, node: agent.Agent, area: Path
 ) -> None:
@@ -322,3 +342,12 @@ def test_an_rbd_claim_is_cached_from_the_image_of_its_snapshot(
     restart(node)  # it knows what it has before anybody says what the claim names
     wait_complete(node, name)
     assert read(node.view(name)) == FILES
+
+    memory, folder = node.state / "claims" / f"{name}.json", node.state / "sources" / name
+    assert memory.exists()
+    restart(node)
+    site.plane.kubectl("delete", "cacheddataset", name)
+    waiting.until(
+        lambda: not memory.exists() and not folder.exists(), 60, "nothing to be left",
+        detail=node.said,
+    )  # fmt: skip

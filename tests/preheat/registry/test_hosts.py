@@ -48,6 +48,7 @@ def test_hosts_come_in_their_order_with_all_that_their_tables_say(tmp_path: Path
     assert own.cas == (str(folder / "a.crt"), str(folder / "b.crt"))
     assert own.clients == ((str(folder / "c.cert"), str(folder / "c.key")),)
     assert own.headers == (("X-Team", "a"), ("X-Team", "b"), ("X-Key", "k"))
+    assert "X-Key" not in repr(own), "a header may be a login"
     assert not own.verify
     assert last.url == "https://upstream.example/v2"
     assert last.cas == ("/etc/own.crt",)
