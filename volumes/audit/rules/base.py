@@ -14,6 +14,7 @@ Invariant: a rule that could not see everything says ``unknown``; then none of i
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import kit.errors
 from ceph import protocol
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.types import Scene, Severity, Trouble
@@ -86,8 +87,7 @@ def node_rule(
 
 
 def _not_entered(gaps: tuple[str, ...]) -> str:
-    more = f" and {len(gaps) - _MOST_GAPS} more" if len(gaps) > _MOST_GAPS else ""
-    return "not scanned: " + "; ".join(gaps[:_MOST_GAPS]) + more
+    return f"not scanned: {kit.errors.some(gaps, _MOST_GAPS)}"
 
 
 def cluster_rule(
