@@ -69,9 +69,16 @@ class StorageStatus(Told, frozen=True):
     versions: ToldVersions = ToldVersions()
 
 
+class OwnerReference(Told, frozen=True):
+    api_version: str = ""
+    kind: str = ""
+    controller: bool | None = None
+
+
 class Meta(Told, frozen=True):
     name: str = ""
     namespace: str = ""
+    owner_references: tuple[OwnerReference, ...] = ()
     annotations: Mapping[str, str] = {}
     creation_timestamp: str = ""
 
