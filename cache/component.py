@@ -530,10 +530,8 @@ def refuse_eviction(dataset: Dataset, *, force: bool) -> None:
 def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:
     """InUseError names some of ``users``, if there are any."""
     if users:
-        raise kit.errors.InUseError(
-            f"dataset {dataset.name}", f"in use by {kit.errors.some(users)}",
-            "end them, then try again",
-        )  # fmt: skip
+        who = f"in use by {kit.errors.some(users)}"
+        raise kit.errors.InUseError(f"dataset {dataset.name}", who, "end them, then try again")
 
 
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:

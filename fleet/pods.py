@@ -17,6 +17,7 @@ import kit.units
 from fleet import server, shapes
 
 SELECTOR = "app.kubernetes.io/name=nodeagent"  # as the chart labels them
+OWNER = {"apiVersion": "apps/v1", "kind": "DaemonSet", "controller": True}
 CONTAINER = "nodeagent"
 PROGRAM = "nodeagent"
 LARGEST_BUNDLE = 64 * 2**20
@@ -59,10 +60,8 @@ def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> sh
 
 
 def _of_daemon_set(pod: shapes.PodObject) -> bool:
-    return any(each.name == CONTAINER for each in pod.spec.containers) and any(
-        (each.controller, each.kind, each.api_version) == (True, "DaemonSet", "apps/v1")
-        for each in pod.metadata.owner_references
-    )
+    owned = any(OWNER.items() <= each.items() for each in pod.metadata.owner_references)
+    return owned and any(each.name == CONTAINER for each in pod.spec.containers)
 
 
 def _ready(pod: shapes.PodObject) -> tuple[bool, bool]:

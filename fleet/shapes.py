@@ -3,6 +3,7 @@ unread, so a page of 500 nodes costs the memory of what is shown of it.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -69,16 +70,10 @@ class StorageStatus(Told, frozen=True):
     versions: ToldVersions = ToldVersions()
 
 
-class OwnerReference(Told, frozen=True):
-    api_version: str = ""
-    kind: str = ""
-    controller: bool | None = None
-
-
 class Meta(Told, frozen=True):
     name: str = ""
     namespace: str = ""
-    owner_references: tuple[OwnerReference, ...] = ()
+    owner_references: tuple[Mapping[str, Any], ...] = ()
     annotations: Mapping[str, str] = {}
     creation_timestamp: str = ""
 

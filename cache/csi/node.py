@@ -210,10 +210,8 @@ class NodeService:
         """While a dataset is removed it is given to nobody. InUseError: who has it."""
         using = [str(each) for each in self.volumes.values() if each.holds(dataset)]
         if using:
-            raise kit.errors.InUseError(
-                f"dataset {dataset}", f"in use: {kit.errors.some(using)}",
-                "end these pods, then try again",
-            )  # fmt: skip
+            who = f"in use: {kit.errors.some(using)}"
+            raise kit.errors.InUseError(f"dataset {dataset}", who, "end these pods, then try again")
         self._leaving[dataset] += 1
         try:
             yield

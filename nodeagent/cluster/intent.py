@@ -251,12 +251,8 @@ def _added(
             continue
         keys = [getattr(each, intent.key) for each in new]
         lost = [str(key) for each in wanted if (key := getattr(each, intent.key)) in taken]
-        message = ""
-        if lost:
-            message = (
-                f"{kit.errors.some(lost, 3, ', ')}: the settings file of the node or an "
-                "older object has it too, and wins"
-            )
+        why = "the settings file of the node or an older object has it too, and wins"
+        message = f"{kit.errors.some(lost, 3, ', ')}: {why}" if lost else ""
         elements += new
         taken.update(keys)
         verdicts.append(Verdict(asked, bool(new), tuple(map(str, keys)), message, bool(lost)))

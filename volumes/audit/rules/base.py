@@ -78,16 +78,13 @@ def node_rule(
             troubles = tuple(judge(scene, inventory))
             unknown = inventory.no_records if records else ""
             if namespaces and not troubles and not unknown and inventory.space_gaps:
-                unknown = _not_entered(inventory.space_gaps)
+                gaps = kit.errors.some(inventory.space_gaps, _MOST_GAPS)
+                unknown = f"not scanned: {gaps}"
             return Outcome(troubles, unknown=unknown)
 
         return AuditRule(name, summary, severity, patience, judged)
 
     return decorate
-
-
-def _not_entered(gaps: tuple[str, ...]) -> str:
-    return f"not scanned: {kit.errors.some(gaps, _MOST_GAPS)}"
 
 
 def cluster_rule(
