@@ -48,7 +48,6 @@ STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
 MOST_PATHS = 5  # in a line of the log
-_NAMED = 5  # users in a message
 _LIVE = ("disk", "budget", "budget_inodes", "reserve", "this_node", "fill", "scrub", "compare")
 
 
@@ -531,11 +530,8 @@ def refuse_eviction(dataset: Dataset, *, force: bool) -> None:
 def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:
     """InUseError names some of ``users``, if there are any."""
     if users:
-        more = f" and {len(users) - _NAMED} more" if len(users) > _NAMED else ""
-        raise kit.errors.InUseError(
-            f"dataset {dataset.name}", "in use by " + "; ".join(users[:_NAMED]) + more,
-            "end them, then try again",
-        )  # fmt: skip
+        who = f"in use by {kit.errors.some(users)}"
+        raise kit.errors.InUseError(f"dataset {dataset.name}", who, "end them, then try again")
 
 
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:

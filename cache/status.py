@@ -23,7 +23,6 @@ from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
 
 FAILURES_SECONDS = 15.0
-_NAMED = 5  # datasets in a message
 _NOTHING = Totals()
 
 
@@ -431,11 +430,9 @@ def kept(
             text = f"dataset {name} lacks room" if name else "the store is beyond its budget"
             lacking.setdefault(each, []).append(text)
     for name, texts in sorted(lacking.items()):
-        more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-        why = "; ".join(texts[:_NAMED]) + more
         yield finding(
             "dataset-kept", name, Severity.WARNING,
-            f"dataset {name} is kept and gives no room: {why}",
+            f"dataset {name} is kept and gives no room: {kit.errors.some(texts)}",
             f"raise cache.budget, or set keep: false for {name}",
         )  # fmt: skip
 

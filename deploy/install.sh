@@ -1,12 +1,12 @@
 #!/bin/bash
 # Install the agent on a host without Kubernetes: an environment in /opt/nodeagent from the wheel file, the systemd unit,
-# and a settings file if there is none. Idempotent; again with a newer wheel it upgrades.
+# and a settings file if there is none. Idempotent; again with a newer wheel it upgrades and restarts a running agent.
 #   install.sh --wheel FILE [--lock FILE] [--prefix DIR] [--root DIR] [--python PROGRAM] [--gpu]
 #   --wheel   nodeagent-VERSION-….whl of a release. Nothing named nodeagent is taken from an index: the name is not ours there
 #   --lock    libraries with hashes (locks/runtime.txt of the same release); beside the wheel it is found by itself
 #   --prefix  where the environment goes (/opt/nodeagent)
 #   --root    below which unit and settings go, for an image or a try (/)
-#   --gpu     also nvidia-ml-py, by the wheel's own extra: how busy GPUs are
+#   --gpu     also nvidia-ml-py, of gpu.txt beside that lock: how busy GPUs are
 # pip's own settings say from where libraries come (PIP_INDEX_URL, pip.conf, or PIP_NO_INDEX and PIP_FIND_LINKS).
 set -euo pipefail
 fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
@@ -37,6 +37,8 @@ if [ -z "$lock" ]; then
   done
 fi
 [ -f "$lock" ] || fail "the libraries' lock is missing: name locks/runtime.txt of the release with --lock"
+of_gpu=$(dirname "$lock")/gpu.txt
+[ -z "$gpu" ] || [ -f "$of_gpu" ] || fail "$of_gpu is missing: put the release's gpu.txt beside the lock, or leave out --gpu"
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null ||
   fail "$python is not Python 3.11, 3.12 or 3.13; name another one with --python"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make environments: apt-get install python3-venv"
@@ -50,7 +52,7 @@ if [ -z "$root" ] && [ "$(id -u)" != 0 ]; then fail "run it as root, or into a d
 pip() { "$prefix/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install --require-hashes -r "$lock" || fail "pip could not install $lock: its own settings say from where (pip config list)"
 pip install --no-deps --no-index --force-reinstall "$wheel"
-if [ -n "$gpu" ]; then pip install 'nvidia-ml-py>=12.535' || fail "pip could not install nvidia-ml-py"; fi
+if [ -n "$gpu" ]; then pip install --require-hashes -r "$of_gpu" || fail "pip could not install $of_gpu"; fi
 
 # Debian's bindings of Ceph are extension files for Debian's Python: linked one by one, as in the image.
 site=$("$prefix/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
@@ -88,4 +90,9 @@ fi
 "$prefix/bin/nodeagent" config check "$settings" >/dev/null || fail "$settings cannot be used: see above"
 say "$("$prefix/bin/nodeagent" --version) is in $prefix, its settings are $settings"
 if [ ${#missing[@]} -gt 0 ]; then say "this host lacks ${missing[*]}: 'nodeagent doctor' says what each costs"; fi
-if [ -z "$root" ]; then say "next: $prefix/bin/nodeagent doctor, then systemctl daemon-reload && systemctl enable --now nodeagent"; fi
+if [ -z "$root" ] && [ -d /run/systemd/system ]; then
+  # The modules that a running agent has not read yet are another version's now.
+  { systemctl daemon-reload && systemctl try-restart nodeagent; } ||
+    fail "systemd could not restart the agent: systemctl status nodeagent; journalctl -u nodeagent"
+fi
+if [ -z "$root" ]; then say "next: $prefix/bin/nodeagent doctor, then systemctl enable --now nodeagent"; fi

@@ -17,6 +17,7 @@ import kit.units
 from fleet import server, shapes
 
 SELECTOR = "app.kubernetes.io/name=nodeagent"  # as the chart labels them
+OWNER = {"apiVersion": "apps/v1", "kind": "DaemonSet", "controller": True}
 CONTAINER = "nodeagent"
 PROGRAM = "nodeagent"
 LARGEST_BUNDLE = 64 * 2**20
@@ -28,14 +29,22 @@ NODE_STORAGES = "nodestorages"
 
 
 def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> shapes.PodObject:
-    """The agent's pod that runs there. NotFoundError, RefusedError."""
-    query = {"label_selector": SELECTOR, "field_selector": f"spec.nodeName={node}"}
-    found = [
-        pod
-        for page in cluster.pods(namespace, **query)
-        for pod in page
-        if any(each.name == CONTAINER for each in pod.spec.containers)
-    ]
+    """The agent's pod that runs there. NotFoundError, RefusedError.
+
+    Who may make pods in one namespace can make one that looks like an agent's. So without
+    ``namespace`` the pods of all nodes are asked for, and are to be in one namespace."""
+    query = {"field_selector": f"spec.nodeName={node}"} if namespace else {}
+    pages = cluster.pods(namespace, label_selector=SELECTOR, **query)
+    agents = [pod for page in pages for pod in page if _of_daemon_set(pod)]
+    places = sorted({pod.metadata.namespace for pod in agents})
+    if len(places) > 1:
+        said = kit.errors.some(places, between=", ")
+        raise kit.errors.RefusedError(
+            f"the agent of node {node}",
+            f"pods that look like agents' are in several namespaces: {said}",
+            "name that of the agents with -n NAMESPACE",
+        )
+    found = [pod for pod in agents if pod.spec.node_name == node]
     if not found:
         raise _no_pod(cluster, node, namespace)
     found.sort(key=lambda pod: (_ready(pod), pod.metadata.creation_timestamp))
@@ -48,6 +57,11 @@ def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> sh
             f"kubectl -n {chosen.metadata.namespace} describe pod {chosen.metadata.name}",
         )
     return chosen
+
+
+def _of_daemon_set(pod: shapes.PodObject) -> bool:
+    owned = any(OWNER.items() <= each.items() for each in pod.metadata.owner_references)
+    return owned and any(each.name == CONTAINER for each in pod.spec.containers)
 
 
 def _ready(pod: shapes.PodObject) -> tuple[bool, bool]:
@@ -64,7 +78,7 @@ def _no_pod(
     if node in names:
         return kit.errors.NotFoundError(
             f"node {node}",
-            f"no pod with {SELECTOR} runs there in {where}",
+            f"no pod of a DaemonSet with {SELECTOR} runs there in {where}",
             f"see the DaemonSet: kubectl get daemonset -A -l {SELECTOR}",
         )
     return kit.errors.NotFoundError(

@@ -345,5 +345,4 @@ def hint(name: str, names: Iterable[str]) -> str:
         return f"did you mean {' or '.join(near)}?"
     if not known:
         return "there are none at all"
-    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
-    return f"there are {', '.join(known[:5])}{more}"
+    return f"there are {kit.errors.some(known, between=', ')}"

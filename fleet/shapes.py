@@ -3,6 +3,7 @@ unread, so a page of 500 nodes costs the memory of what is shown of it.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -72,6 +73,7 @@ class StorageStatus(Told, frozen=True):
 class Meta(Told, frozen=True):
     name: str = ""
     namespace: str = ""
+    owner_references: tuple[Mapping[str, Any], ...] = ()
     annotations: Mapping[str, str] = {}
     creation_timestamp: str = ""
 

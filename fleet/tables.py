@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import kit.errors
 import kit.units
 from fleet import folding, shapes
 from kit import terminal
@@ -113,7 +114,7 @@ def _headline(fleet: folding.Fleet) -> str:
         if by[name]:
             told.append(f"{said} {_number(by[name], 'node')}")
     if refused := fleet.refused():
-        told.append(f"refused by nodes: {', '.join(refused[:3])}")
+        told.append(f"refused by nodes: {kit.errors.some(refused, 3, ', ')}")
     return "; ".join(told) or f"{_number(len(fleet.rows), 'node')}, nothing to do"
 
 

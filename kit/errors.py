@@ -1,8 +1,15 @@
 """One hierarchy of errors. A message names the thing, the cause and what to do."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import kit.redact
+
+
+def some(texts: Sequence[str], most: int = 5, between: str = "; ") -> str:
+    """``A; B and 3 more``: the first ``most`` of ``texts``, for people."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 class AgentError(Exception):

@@ -28,8 +28,8 @@ import locked
 
 ROOT = Path(__file__).parents[1]
 COPIED = (
-    "LICENSE", "NOTICE", "deploy/manifests/crds.yaml", "locks/runtime.txt", "deploy/install.sh",
-    "deploy/nodeagent.service",
+    "LICENSE", "NOTICE", "deploy/manifests/crds.yaml", "locks/runtime.txt", "locks/gpu.txt",
+    "deploy/install.sh", "deploy/nodeagent.service",
 )  # fmt: skip
 IMAGE_TOOLS = ("buildah", "mmdebstrap")
 

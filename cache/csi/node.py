@@ -32,7 +32,6 @@ SIZE_SECONDS = 10.0
 LOOK_SECONDS = 0.2  # between two looks at a dataset that is waited for
 # Each is a process of 15 MB; many pods start at once.
 MOST_AT_ONCE = 4
-MOST_NAMED = 5  # pods in a message
 
 
 class BusyError(kit.errors.RefusedError):
@@ -183,7 +182,7 @@ class NodeService:
         try:
             return self._datasets[name]
         except KeyError:
-            names = ", ".join(sorted(self._datasets)[:MOST_NAMED]) or "none"
+            names = kit.errors.some(sorted(self._datasets), between=", ") or "none"
             raise kit.errors.NotFoundError(
                 f"dataset {name[:volumes.MOST_TEXT]!r}", "this node does not have it",
                 f"its datasets are: {names}",
@@ -211,11 +210,8 @@ class NodeService:
         """While a dataset is removed it is given to nobody. InUseError: who has it."""
         using = [str(each) for each in self.volumes.values() if each.holds(dataset)]
         if using:
-            more = f" and {len(using) - MOST_NAMED} more" if len(using) > MOST_NAMED else ""
-            raise kit.errors.InUseError(
-                f"dataset {dataset}", "in use: " + "; ".join(using[:MOST_NAMED]) + more,
-                "end these pods, then try again",
-            )  # fmt: skip
+            who = f"in use: {kit.errors.some(using)}"
+            raise kit.errors.InUseError(f"dataset {dataset}", who, "end these pods, then try again")
         self._leaving[dataset] += 1
         try:
             yield

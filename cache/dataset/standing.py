@@ -29,8 +29,7 @@ def unfit(refused: str = "", crossed: str = "") -> str:
 
 def named(paths: Sequence[str]) -> str:
     """Some of them, and how many more, for operators."""
-    more = len(paths) - MOST_NAMED
-    return ", ".join(map(repr, paths[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return kit.errors.some([repr(each) for each in paths], MOST_NAMED, ", ")
 
 
 def finding(

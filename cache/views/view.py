@@ -432,11 +432,8 @@ def take_down(view: str) -> None:
 def refuse_used(view: str, thing: str = "") -> None:
     """InUseError names who uses it. ``thing``: what it is, for operators."""
     if using := users(view):
-        more = f" and {len(using) - 5} more" if len(using) > 5 else ""
-        raise kit.errors.InUseError(
-            thing or f"view {view}", "in use by " + "; ".join(using[:5]) + more,
-            "end them, then try again",
-        )  # fmt: skip
+        who = f"in use by {kit.errors.some(using)}"
+        raise kit.errors.InUseError(thing or f"view {view}", who, "end them, then try again")
 
 
 def take_off(view: str) -> None:

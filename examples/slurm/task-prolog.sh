@@ -8,7 +8,8 @@ holds=${NODEAGENT_HOLDS:-/run/nodeagent-slurm}
 [[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] && [ -r "$holds/$SLURM_JOB_ID.datasets" ] || exit 0
 while read -r name; do
   variable=${name^^}
-  if [ -d "$views/$name/data" ]; then
+  # Not of the view itself, which would hang with a Ceph that does not answer.
+  if [ -d "$views/$name" ]; then
     echo "export DATASET_${variable//[.-]/_}=$views/$name/data"
   else
     echo "print nodeagent: this node does not serve the dataset '$name'; as root 'nodeagent dataset list' says what it has"

@@ -250,14 +250,9 @@ def _added(
             verdicts.append(Verdict(asked, False, message=_full(intent, most)))
             continue
         keys = [getattr(each, intent.key) for each in new]
-        lost = [key for each in wanted if (key := getattr(each, intent.key)) in taken]
-        message = ""
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            message = (
-                f"{', '.join(map(str, lost[:3]))}{more}: the settings file of the node or an older "
-                "object has it too, and wins"
-            )
+        lost = [str(key) for each in wanted if (key := getattr(each, intent.key)) in taken]
+        why = "the settings file of the node or an older object has it too, and wins"
+        message = f"{kit.errors.some(lost, 3, ', ')}: {why}" if lost else ""
         elements += new
         taken.update(keys)
         verdicts.append(Verdict(asked, bool(new), tuple(map(str, keys)), message, bool(lost)))

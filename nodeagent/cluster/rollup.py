@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import kit.errors
 import kit.units
 from nodeagent.cluster import intent, kinds, storage
 
@@ -212,8 +213,7 @@ def _reason(
 
 
 def _some(texts: list[str]) -> str:
-    more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
-    return ("; ".join(sorted(texts)[:MOST_NAMED]) + more)[: storage.LONGEST_TEXT * 2]
+    return kit.errors.some(sorted(texts), MOST_NAMED)[: storage.LONGEST_TEXT * 2]
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import kit.errors
 import kit.findings
 import kit.pause
 from kube import client, objects
@@ -40,9 +41,8 @@ def conditions(found: Mapping[str, Iterable[kit.findings.Finding]]) -> list[obje
             made.append(objects.Condition(kind, False, well, "no critical finding of the agent"))
             continue
         bad.sort(key=lambda each: (each.since, each.id))
-        texts = [f"{each.subject}: {each.message}" for each in bad[:MOST_NAMED]]
-        more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
-        text = ("; ".join(texts) + more)[: 2 * storage.LONGEST_TEXT]
+        texts = [f"{each.subject}: {each.message}" for each in bad]
+        text = kit.errors.some(texts, MOST_NAMED)[: 2 * storage.LONGEST_TEXT]
         made.append(objects.Condition(kind, True, camel(bad[0].rule), text))
     return made
 

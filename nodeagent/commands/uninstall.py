@@ -154,9 +154,8 @@ async def run(
             return report
         going = [each.trace for each in report.found if not each.trace.stays]
         if users := [user for trace in going for user in trace.users]:
-            more = f" and {len(users) - 5} more" if len(users) > 5 else ""
             raise kit.errors.InUseError(
-                "what is to be removed", "in use by " + "; ".join(users[:5]) + more,
+                "what is to be removed", f"in use by {kit.errors.some(users)}",
                 "end them, then try again; nothing was removed",
             )  # fmt: skip
         parts = {part.name: part for part in _parts(settings)}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.testbed import kubernetes, waiting
 pytestmark = pytest.mark.real
 
 PROGRAM = Path(sys.executable).parent / "kubectl-nodeagent"
+LABELS = {"app.kubernetes.io/name": "nodeagent"}
 PACKED = b"packed\x00\xff\xfe\n" * 1000
 SCRIPT = """\
 #!/bin/busybox sh
@@ -41,28 +43,30 @@ def fake(kube: kubernetes.Kubernetes) -> Iterator[None]:
             "data": {"nodeagent": SCRIPT},
         },
         {
-            "apiVersion": "v1", "kind": "Pod",
-            "metadata": {
-                "name": "fleet-exec", "labels": {"app.kubernetes.io/name": "nodeagent"},
-            },
+            "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "fleet-exec"},
             "spec": {
-                "terminationGracePeriodSeconds": 0,
-                "containers": [
-                    {
-                        "name": "nodeagent", "image": kube.busybox,
-                        "env": [{"name": "PATH", "value": "/usr/local/bin:/bin"}],
-                        "volumeMounts": [{"name": "bin", "mountPath": "/usr/local/bin"}],
-                    }
-                ],
-                "volumes": [
-                    {"name": "bin", "configMap": {"name": "fleet-exec", "defaultMode": 0o755}}
-                ],
+                "selector": {"matchLabels": LABELS},
+                "template": {"metadata": {"labels": LABELS}, "spec": pod_spec(kube)},
             },
         },
     )  # fmt: skip
-    kube.kubectl("wait", "--for=condition=Ready", "pod/fleet-exec", "--timeout=120s")
+    kube.kubectl("rollout", "status", "daemonset/fleet-exec", "--timeout=120s")
     yield
-    kube.kubectl("delete", "pod/fleet-exec", "configmap/fleet-exec", "--now")
+    kube.kubectl("delete", "daemonset/fleet-exec", "configmap/fleet-exec", "--now")
+
+
+def pod_spec(kube: kubernetes.Kubernetes) -> dict[str, Any]:
+    return {
+        "terminationGracePeriodSeconds": 0,
+        "containers": [
+            {
+                "name": "nodeagent", "image": kube.busybox,
+                "env": [{"name": "PATH", "value": "/usr/local/bin:/bin"}],
+                "volumeMounts": [{"name": "bin", "mountPath": "/usr/local/bin"}],
+            }
+        ],
+        "volumes": [{"name": "bin", "configMap": {"name": "fleet-exec", "defaultMode": 0o755}}],
+    }  # fmt: skip
 
 
 def run(

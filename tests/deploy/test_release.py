@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -78,6 +79,21 @@ def test_notice_names_the_libraries_of_the_lock() -> None:
     assert len(made.libraries()) == sum("==" in line for line in lines) > 20
 
 
+def test_the_lock_of_the_extra_gpu_is_what_tests_have() -> None:
+    lock = (ROOT / "locks" / "gpu.txt").read_text()
+    assert lock.startswith("nvidia-ml-py==") and lock.count("==") == 1
+    assert "--hash=sha256:" in lock
+    assert lock in (ROOT / "locks" / "dev.txt").read_text(), "run 'make lock'"
+
+
+def test_install_takes_nothing_from_an_index_without_a_hash() -> None:
+    """Each of its calls of pip, but that of the wheel that is given."""
+    calls = re.findall(r"^.*\bpip install .*$", INSTALL.read_text(), re.MULTILINE)
+    assert len(calls) == 3
+    for call in calls:
+        assert "--require-hashes" in call or "--no-index" in call, call
+
+
 def test_licence_is_the_whole_text() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
@@ -92,8 +108,8 @@ def test_release_is_whole_and_a_registry_has_its_chart(
     names = {file.name for file in released.iterdir()}
     assert names == {
         WHEEL, f"nodeagent-{VERSION}.tgz", f"nodeagent-{VERSION}.cdx.json", "crds.yaml",
-        "runtime.txt", "install.sh", "nodeagent.service", "NOTES.md", "LICENSE", "NOTICE",
-        "SHA256SUMS",
+        "runtime.txt", "gpu.txt", "install.sh", "nodeagent.service", "NOTES.md", "LICENSE",
+        "NOTICE", "SHA256SUMS",
     }  # fmt: skip
     done = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=released)
     assert done.returncode == 0
@@ -181,6 +197,37 @@ def test_install_makes_an_agent_that_takes_its_settings(released: Path, tmp_path
     assert wrong.returncode == 1 and "cannot be used" in wrong.stderr and "cahce" in wrong.stderr
 
 
+@pytest.mark.real
+@pytest.mark.timeout(BUILD_SECONDS)
+def test_an_upgrade_restarts_a_running_agent(released: Path, tmp_path: Path) -> None:
+    """In a mount namespace with an /etc and a /run of its own, and a systemctl that notes."""
+    asked, tools, etc = (tmp_path / name for name in ("asked", "tools", "etc"))
+    tools.mkdir()
+    (tools / "systemctl").write_text(f'#!/bin/sh\necho "$*" >>{asked}\n')
+    (tools / "systemctl").chmod(0o755)
+    prefix = tmp_path / "opt" / "nodeagent"
+    install = (
+        f"bash {released}/install.sh --wheel {released / WHEEL} --prefix {prefix} "
+        f"--python {sys.executable}"
+    )
+    alone = (
+        f"set -e; cp -a /etc {etc}; mount --bind {etc} /etc; "
+        "mount -t tmpfs tmpfs /run; mkdir -p /run/systemd/system; "
+        f"PATH={tools}:$PATH {install}"
+    )
+    words = ("unshare", "--mount", "--propagation", "private", "bash", "-c", alone)
+    done = run(*words, seconds=BUILD_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert asked.read_text().splitlines() == ["daemon-reload", "try-restart nodeagent"]
+    assert (etc / "systemd/system/nodeagent.service").exists()
+    asked.unlink()
+    done = run(
+        *install.split(), "--root", str(tmp_path / "root"), seconds=BUILD_SECONDS,
+        PATH=f"{tools}:{os.environ['PATH']}",
+    )  # fmt: skip
+    assert done.returncode == 0 and not asked.exists(), "for an image or a try"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -189,6 +236,10 @@ def test_install_makes_an_agent_that_takes_its_settings(released: Path, tmp_path
         (["--wheel", "{folder}/other-1-py3-none-any.whl"], "is not a wheel of nodeagent"),
         (["--wheel", "{wheel}", "--prefix", "opt"], "an absolute path"),
         (["--wheel", "{wheel}", "--lock", "{folder}/no"], "the libraries' lock is missing"),
+        (
+            ["--wheel", "{wheel}", "--gpu", "--lock", "{folder}/other-1-py3-none-any.whl"],
+            "{folder}/gpu.txt is missing",
+        ),
         (["--wheel", "{wheel}", "--python", "/bin/false"], "is not Python 3.11"),
         (["--wheel", "{wheel}", "--prefix", "{folder}"], "is no environment of Python"),
         (["--wheel"], "install.sh --wheel FILE"),
@@ -202,5 +253,5 @@ def test_install_says_what_is_wrong(tmp_path: Path, words: list[str], said: str)
     given = [each.format(folder=tmp_path, wheel=wheel) for each in words]
     done = run("bash", str(INSTALL), *given)
     assert done.returncode in (1, 2)
-    assert said in done.stdout + done.stderr
+    assert said.format(folder=tmp_path) in done.stdout + done.stderr
     assert not (tmp_path / "bin").exists()

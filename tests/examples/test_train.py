@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,14 +28,18 @@ def train(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def slurm(name: str, node: Agent, holds: Path, **job: str) -> str:
-    """What one of Slurm's scripts prints. Slurm gives them no PATH."""
-    nodeagent = node.folder / "command"
-    nodeagent.write_text(
-        f'#!/bin/sh\nexec {Path(sys.executable).parent}/nodeagent --config {node.config} "$@"\n'
-    )
-    nodeagent.chmod(0o755)
+    """What one of Slurm's scripts prints."""
+    nodeagent = f'exec {Path(sys.executable).parent}/nodeagent --config {node.config} "$@"'
+    return script(name, nodeagent, node.views, holds, **job)
+
+
+def script(name: str, nodeagent: str, views: Path, holds: Path, **job: str) -> str:
+    """``nodeagent``: what the command does. Slurm gives its scripts no PATH."""
+    command = holds.parent / "command"
+    command.write_text(f"#!/bin/sh\n{nodeagent}\n")
+    command.chmod(0o755)
     given = {
-        "NODEAGENT": str(nodeagent), "NODEAGENT_VIEWS": str(node.views),
+        "NODEAGENT": str(command), "NODEAGENT_VIEWS": str(views),
         "NODEAGENT_HOLDS": str(holds), "NODEAGENT_HOLD_SECONDS": "120",
         "NODEAGENT_HOLD_EVERY": "0.2",
     }  # fmt: skip
@@ -43,6 +49,94 @@ def slurm(name: str, node: Agent, holds: Path, **job: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, "Slurm would drain the node"
     return done.stdout + done.stderr
+
+
+def held(holds: Path, job: str) -> list[tuple[int, str]]:
+    """The processes that hold datasets for a job, and which."""
+    lines = (holds / job).read_text().splitlines()
+    return [(int(pid), name) for pid, _, name in (line.partition(" ") for line in lines)]
+
+
+class Scripts:
+    """Slurm's scripts beside a command that notes what it is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.views, self.holds, self.calls = (folder / n for n in ("views", "holds", "calls"))
+        self.calls.touch()
+        self.state = "filling"
+
+    def run(self, name: str, **job: str) -> str:
+        does = (
+            f'echo "$2 $3" >>{self.calls}\n'
+            f'[ "$2" != show ] || printf "name       %s\\nstate      {self.state}: why\\n" "$3"'
+        )
+        return script(name, does, self.views, self.holds, **{"SLURM_JOB_ID": "17", **job})
+
+    def prolog(self, datasets: str) -> str:
+        return self.run("prolog.sh", SLURM_JOB_COMMENT=f"dataset={datasets}")
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    made = Scripts(tmp_path)
+    try:
+        yield made
+    finally:
+        made.run("epilog.sh")
+
+
+@pytest.mark.parametrize(
+    ("state", "warmed"),
+    [
+        ("cold", True), ("filling", True), ("partial", True), ("failed", True),
+        ("complete", True), ("paused", False), ("cancelled", False), ("evicted", False),
+        ("removed", False),
+    ],
+)  # fmt: skip
+def test_a_job_does_not_undo_what_an_operator_stopped(
+    scripts: Scripts, state: str, warmed: bool
+) -> None:
+    (scripts.views / "coco").mkdir(parents=True)
+    scripts.state = state
+    scripts.prolog("coco")
+    asked = ["show coco", "warm coco"] if warmed else ["show coco"]
+    assert scripts.calls.read_text().splitlines() == asked
+    ((pid, name),) = held(scripts.holds, "17")
+    assert name == "coco", "held all the same"
+    scripts.run("epilog.sh")
+    waiting.until(lambda: not Path(f"/proc/{pid}/cwd").exists(), 10, "the end, though it came soon")
+
+
+def test_scripts_touch_no_view_and_its_hold_enters_it(scripts: Scripts) -> None:
+    """A view of a dead CephFS hangs whoever asks for it; here there is none yet."""
+    (scripts.views / "coco").mkdir(parents=True)
+    scripts.prolog("coco")
+    place = scripts.views / "coco" / "data"
+    assert f"export DATASET_COCO={place}" in scripts.run("task-prolog.sh")
+    place.mkdir()
+    ((pid, _),) = held(scripts.holds, "17")
+    waiting.until(lambda: os.readlink(f"/proc/{pid}/cwd") == str(place), 10, "the hold")
+
+
+def test_a_second_prolog_of_a_job_adds_to_the_first_ones_holds(scripts: Scripts) -> None:
+    for name in ("coco", "imagenet", "a.b", "a-b"):
+        (scripts.views / name).mkdir(parents=True)
+    scripts.prolog("coco,a-b")
+    first = held(scripts.holds, "17")
+    scripts.prolog("imagenet,a.b,coco")
+    both = held(scripts.holds, "17")
+    assert both[:2] == first
+    assert [name for _, name in both] == ["coco", "a-b", "imagenet", "a.b"]
+    told = (scripts.holds / "17.datasets").read_text().splitlines()
+    assert told == ["coco", "a-b", "imagenet", "a.b"]
+    os.kill(both[0][0], signal.SIGKILL)
+    waiting.until(lambda: not Path(f"/proc/{both[0][0]}").exists(), 10, "the hold's end")
+    scripts.prolog("coco")
+    assert [name for _, name in held(scripts.holds, "17")] == [name for _, name in both] + ["coco"]
+    pids = [pid for pid, _ in held(scripts.holds, "17")]
+    scripts.run("epilog.sh")
+    waiting.until(lambda: not any(Path(f"/proc/{p}/cwd").exists() for p in pids), 10, "the end")
+    assert list(scripts.holds.iterdir()) == []
 
 
 def test_a_place_without_data_is_said(tmp_path: Path) -> None:
@@ -85,7 +179,7 @@ def test_slurm_holds_the_datasets_of_a_job_until_its_end(area: Path, node: Agent
     told = slurm("task-prolog.sh", node, holds, SLURM_JOB_ID="17")
     assert f"export DATASET_COCO_17={node.view('coco-17')}" in told
     assert "does not serve the dataset 'lost'" in told and "No_name" not in told
-    (pid,) = map(int, (holds / "17").read_text().split())
+    ((pid, _),) = held(holds, "17")
     # The mount that it stood in first was replaced when the dataset was complete.
     waiting.until(
         lambda: os.readlink(f"/proc/{pid}/cwd") == str(node.view("coco-17")), 10, "the hold"

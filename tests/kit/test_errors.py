@@ -1,5 +1,7 @@
 """One line for people, one exit code for programs."""
 
+import pytest
+
 from kit import errors
 
 
@@ -16,3 +18,18 @@ def test_text_is_thing_cause_remedy() -> None:
     error = errors.SourceError("dataset a", "it does not answer", "look at it")
     assert str(error) == "dataset a: it does not answer; look at it"
     assert str(errors.AgentError("a", "b", "")) == "a: b"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a; b"),
+        (["a", "b", "c"], "a; b and 1 more"),
+        (["a", "b", "c", "d", "e"], "a; b and 3 more"),
+    ],
+)
+def test_a_list_is_bounded_and_says_how_many_more(texts: list[str], said: str) -> None:
+    assert errors.some(texts, 2) == said
+    assert errors.some(texts, 2, ", ") == said.replace(";", ",")

@@ -246,34 +246,72 @@ def test_a_name_that_is_not_there_gets_the_one_that_was_meant(login: Path, many:
         assert FIRST in said
         assert "did you mean" in said
     said = run(login, "exec", FIRST, "--", "status", code=7)
-    assert "no pod with app.kubernetes.io/name=nodeagent runs there" in said
+    assert "no pod of a DaemonSet with app.kubernetes.io/name=nodeagent runs there" in said
     said = run(login, "warm", "cocoo", code=7)
     assert "dataset cocoo: no CachedDataset is named so" in said
     said = run(login, "warm", "coco", code=8)
     assert "1000 nodes have it of their settings file" in said
 
 
-def test_a_pod_that_does_not_run_is_named(
-    login: Path, many: None, plane: control_plane.ControlPlane
-) -> None:
+LIKE_AGENTS = {"app.kubernetes.io/name": "nodeagent"}
+LIKE_AN_AGENT = {
+    "nodeName": FIRST, "automountServiceAccountToken": False,
+    "containers": [{"name": "nodeagent", "image": "nodeagent:test"}],
+}  # fmt: skip
+
+
+def _daemon_set(plane: control_plane.ControlPlane, name: str, namespace: str) -> None:
+    """With one pod on a node; it starts none by itself."""
+    nowhere = {**LIKE_AN_AGENT, "nodeName": None, "nodeSelector": {"test": "nowhere"}}
+    template = {"metadata": {"labels": LIKE_AGENTS}, "spec": nowhere}
+    plane.apply(
+        {
+            "apiVersion": "apps/v1", "kind": "DaemonSet",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"selector": {"matchLabels": LIKE_AGENTS}, "template": template},
+        }
+    )  # fmt: skip
+    made = plane.get("daemonset", name, "-n", namespace)
+    owner = {
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "name": name, "controller": True,
+        "uid": made["metadata"]["uid"],
+    }  # fmt: skip
+    _pod(plane, name, namespace, owner)
+
+
+def _pod(plane: control_plane.ControlPlane, name: str, namespace: str, *owners: Any) -> None:
     plane.apply(
         {
             "apiVersion": "v1", "kind": "Pod",
             "metadata": {
-                "name": "agent-x", "namespace": control_plane.NAMESPACE,
-                "labels": {"app.kubernetes.io/name": "nodeagent"},
+                "name": name, "namespace": namespace, "labels": LIKE_AGENTS,
+                "ownerReferences": list(owners),
             },
-            "spec": {
-                "nodeName": FIRST, "automountServiceAccountToken": False,
-                "containers": [{"name": "nodeagent", "image": "nodeagent:test"}],
-            },
+            "spec": LIKE_AN_AGENT,
         }
     )  # fmt: skip
+
+
+def test_only_a_daemon_sets_pod_is_an_agents(
+    login: Path, many: None, plane: control_plane.ControlPlane
+) -> None:
+    ours, others = control_plane.NAMESPACE, "default"
     try:
-        said = run(login, "bundle", FIRST, code=8)
-        assert "its pod nodeagent/agent-x is Pending" in said
+        _pod(plane, "stranger", others)
+        assert "no pod of a DaemonSet" in run(login, "bundle", FIRST, code=7)
+        _daemon_set(plane, "agent-x", ours)
+        assert f"its pod {ours}/agent-x is Pending" in run(login, "bundle", FIRST, code=8)
+        plane.kubectl("delete", "pod", "-n", others, "stranger", "--now")
+        _daemon_set(plane, "stranger", others)
+        for words in (("bundle", FIRST), ("exec", FIRST, "--", "status")):
+            said = run(login, *words, code=8)
+            assert f"in several namespaces: {', '.join(sorted((ours, others)))}" in said
+        said = run(login, "bundle", "-n", ours, FIRST, code=8)
+        assert f"its pod {ours}/agent-x is Pending" in said
     finally:
-        plane.kubectl("delete", "pod", "-n", control_plane.NAMESPACE, "agent-x", "--now")
+        for name, namespace in (("agent-x", ours), ("stranger", others)):
+            made = ("daemonset,pod", name, "-n", namespace)
+            plane.kubectl("delete", *made, "--ignore-not-found", "--now")
 
 
 def _coco(plane: control_plane.ControlPlane, name: str) -> None:

@@ -14,6 +14,7 @@ Invariant: a rule that could not see everything says ``unknown``; then none of i
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import kit.errors
 from ceph import protocol
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.types import Scene, Severity, Trouble
@@ -77,17 +78,13 @@ def node_rule(
             troubles = tuple(judge(scene, inventory))
             unknown = inventory.no_records if records else ""
             if namespaces and not troubles and not unknown and inventory.space_gaps:
-                unknown = _not_entered(inventory.space_gaps)
+                gaps = kit.errors.some(inventory.space_gaps, _MOST_GAPS)
+                unknown = f"not scanned: {gaps}"
             return Outcome(troubles, unknown=unknown)
 
         return AuditRule(name, summary, severity, patience, judged)
 
     return decorate
-
-
-def _not_entered(gaps: tuple[str, ...]) -> str:
-    more = f" and {len(gaps) - _MOST_GAPS} more" if len(gaps) > _MOST_GAPS else ""
-    return "not scanned: " + "; ".join(gaps[:_MOST_GAPS]) + more
 
 
 def cluster_rule(

@@ -9,6 +9,7 @@ blocklisted client's reads fail, which makes a full volume look empty.
 import ipaddress
 from collections.abc import Iterator
 
+import kit.errors
 from ceph import protocol
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory, contents
@@ -100,7 +101,7 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             subject=subject,
             device=device.name if device else "",
             message=f"unmapping {device.label if device else subject} fails: {hit.text[:200]}",
-            advice="held by: " + "; ".join(holders[:5])
+            advice=f"held by: {kit.errors.some(holders)}"
             if holders
             else "no holder is visible: run 'nodeagent volume show "
             f"{device.path if device else 'DEVICE'}' and search for processes in state D; never "
