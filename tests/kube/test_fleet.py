@@ -301,17 +301,17 @@ def test_only_a_daemon_sets_pod_is_an_agents(
         assert "no pod of a DaemonSet" in run(login, "bundle", FIRST, code=7)
         _daemon_set(plane, "agent-x", ours)
         assert f"its pod {ours}/agent-x is Pending" in run(login, "bundle", FIRST, code=8)
-        plane.kubectl("delete", "pod", "-n", others, "stranger", "--now")
-        _daemon_set(plane, "stranger", others)
+        _daemon_set(plane, "stranger-2", others)
         for words in (("bundle", FIRST), ("exec", FIRST, "--", "status")):
             said = run(login, *words, code=8)
             assert f"in several namespaces: {', '.join(sorted((ours, others)))}" in said
         said = run(login, "bundle", "-n", ours, FIRST, code=8)
         assert f"its pod {ours}/agent-x is Pending" in said
     finally:
-        for name, namespace in (("agent-x", ours), ("stranger", others)):
-            made = ("daemonset,pod", name, "-n", namespace)
-            plane.kubectl("delete", *made, "--ignore-not-found", "--now")
+        # No kubelet ends them.
+        now = ("--ignore-not-found", "--force", "--grace-period=0")
+        for namespace, *names in ((ours, "agent-x"), (others, "stranger", "stranger-2")):
+            plane.kubectl("delete", "daemonset,pod", *names, "-n", namespace, *now)
 
 
 def _coco(plane: control_plane.ControlPlane, name: str) -> None:
