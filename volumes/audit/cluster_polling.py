@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import kit.errors
+import kit.tasks
 from ceph import client, monitors, protocol
 from linux import netlink
 from volumes.audit.inventory.model import Inventory
@@ -79,12 +80,8 @@ class Poller:
                 self._wake.clear()  # what came until now is part of this question
                 if clusters() or self._clients:
                     await self.ask(clusters(), now.cluster_timeout, now.cluster_wide_interval)
-                try:
-                    async with asyncio.timeout(pause(now.cluster_interval)):
-                        await self._wake.wait()
+                if await kit.tasks.until(self._wake, pause(now.cluster_interval)):
                     await asyncio.sleep(soon(now.cluster_interval))
-                except TimeoutError:
-                    pass  # the interval has passed
         finally:
             await self._keep((), 0.0)
 
