@@ -277,7 +277,7 @@ def _device(
         image=image,
         client=client,
         backing=_backing(driver, whole),
-        holders=tuple(_holders(home)),
+        holders=tuple(sorted(rbd_sysfs.listed(f"{home}/holders"))),
         partitions=() if parent else tuple(_partitions(name, home)),
         mapping=rbd_sysfs.text(f"{home}/dm/uuid"),
         below=below,
@@ -296,10 +296,6 @@ def _backing(driver: str, whole: str) -> str:
         # rbd-nbd --cookie; ceph-csi gives the volume's id
         return rbd_sysfs.text(f"{whole}/backend")
     return ""
-
-
-def _holders(home: str) -> list[str]:
-    return sorted(rbd_sysfs.listed(f"{home}/holders"))
 
 
 def _partitions(name: str, home: str) -> list[str]:
@@ -401,7 +397,10 @@ def _layers(device: BlockDevice, sysfs: _Root) -> tuple[DeviceLayer, ...]:
 
 def _above(name: str, home: str, sysfs: _Root) -> list[tuple[str, str]]:
     """(name, directory) of the holders and partitions of a disk, of the holders of a partition."""
-    holders = [(holder, f"{sysfs}/block/{holder}") for holder in _holders(home)]
+    holders = [
+        (holder, f"{sysfs}/block/{holder}")
+        for holder in sorted(rbd_sysfs.listed(f"{home}/holders"))
+    ]
     if home != f"{sysfs}/block/{name}":
         return holders
     return holders + [(part, f"{home}/{part}") for part in _partitions(name, home)]

@@ -46,11 +46,9 @@ class Holder:
 def holder(pid: int, how: str) -> Holder:
     """With its command, pod and container."""
     try:
-        command = procfs.name_of(pid)
-        cgroup = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
+        return Holder(pid, procfs.name_of(pid), how, *procfs.pod_of(pid))
     except OSError:
-        command, cgroup = "ended", ""
-    return Holder(pid, command, how, *procfs.pod_and_container(cgroup))
+        return Holder(pid, "ended", how)
 
 
 def of_mount(target: str, *, ours: int = 0) -> list[Holder]:
