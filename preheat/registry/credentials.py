@@ -444,7 +444,9 @@ class Credentials:
             answer = json.loads(data)
         except (ValueError, RecursionError):
             raise self._failed(provider.name, "its answer is not JSON") from None
-        if not isinstance(answer, dict) or answer.get("kind") != "CredentialProviderResponse":
+        if not isinstance(answer, dict):
+            raise self._failed(provider.name, "its answer is not a JSON object")
+        if answer.get("kind") != "CredentialProviderResponse":
             raise self._failed(provider.name, "its answer is not a CredentialProviderResponse")
         return answer
 
