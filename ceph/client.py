@@ -33,7 +33,7 @@ log = structlog.get_logger("ceph")
 IDLE_SECONDS = 60.0
 PAUSE_SECONDS = 1.0  # after a failure
 _LARGEST_ANSWER = 32 * 2**20
-_FAILURES = (kit.errors.SourceError, kit.errors.HostError, OSError, kit.line_worker.ChildError)
+_FATAL = (kit.errors.SourceError, kit.errors.HostError, OSError, kit.line_worker.ChildError)
 
 
 class ClusterClient:
@@ -66,7 +66,7 @@ class ClusterClient:
             largest=_LARGEST_ANSWER,
             idle=IDLE_SECONDS,
             backoff=kit.pause.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
-            fatal=_FAILURES,
+            fatal=_FATAL,
         )
         self._said = ""  # why it does not answer, as the log has it
 

@@ -89,7 +89,7 @@ class ImageId:
     image_id: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class ImageName:
     """An RBD image by its names."""
 

@@ -19,11 +19,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar
 
+import kit.errors
 from kit import forks, messages, processes
 from kit.messages import ChildError as ChildError
 from kit.pause import Backoff
 
 _LONG_BYTES = 2**16
+# What ``ask`` and ``listen`` raise. ValueError: the answer is not what it should be.
+FAILURES = (kit.errors.AgentError, OSError, ValueError, ChildError)
 AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT")
 

@@ -5,7 +5,6 @@ error, so an uninstall that was interrupted can be run again.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +53,5 @@ def without_agent(state_dir: Path) -> Iterator[None]:
             f"an agent runs with it ({error.strerror})",
             "stop it first: systemctl disable --now nodeagent, or delete the DaemonSet",
         ) from error
-    try:
+    with kit.files.closing(descriptor):
         yield
-    finally:
-        os.close(descriptor)

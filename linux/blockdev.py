@@ -1,7 +1,7 @@
 """Block devices: one model of a device, its readers from sysfs, and small ioctls.
 
 ``identify`` reads one device or partition. It reads sysfs only, which never waits for a device, so
-the agent's own loop may call it. ``scan`` reads all attached devices of some drivers and also what
+the agent's own loop may call it. ``Scans`` read all attached devices of some drivers and also what
 lies on top of them and which image an rbd-nbd shows; that can hang, so it is for child processes.
 No function here asks for the backing file of a loop device beyond its path: a stat of it hangs when
 the file system below hangs.
@@ -59,7 +59,7 @@ class DeviceLayer:
 
 @dataclass(frozen=True)
 class BlockDevice:
-    """A whole device or partition at one moment. Only ``scan`` fills ``active`` and ``layers``."""
+    """A whole device or partition at one moment. Only ``Scans`` fill ``active`` and ``layers``."""
 
     name: str  # rbd0
     number: Number
@@ -263,7 +263,7 @@ def _device(
         image, client = rbd_sysfs.mapping(re.sub(r"\D", "", parent or name), sysfs)
     below: tuple[BlockDevice, ...] = ()
     if driver == "device-mapper" and not parent:
-        lower = (identify(each, sysfs) for each in sorted(_listed(f"{home}/slaves")))
+        lower = (identify(each, sysfs) for each in sorted(rbd_sysfs.listed(f"{home}/slaves")))
         below = tuple(each for each in lower if each is not None)
     diskseq = rbd_sysfs.text(f"{whole}/diskseq")
     return BlockDevice(
@@ -277,7 +277,7 @@ def _device(
         image=image,
         client=client,
         backing=_backing(driver, whole),
-        holders=tuple(_holders(home)),
+        holders=tuple(sorted(rbd_sysfs.listed(f"{home}/holders"))),
         partitions=() if parent else tuple(_partitions(name, home)),
         mapping=rbd_sysfs.text(f"{home}/dm/uuid"),
         below=below,
@@ -298,34 +298,16 @@ def _backing(driver: str, whole: str) -> str:
     return ""
 
 
-def _holders(home: str) -> list[str]:
-    return sorted(_listed(f"{home}/holders"))
-
-
 def _partitions(name: str, home: str) -> list[str]:
     def is_part(entry: str) -> bool:
         return entry.startswith(name) and entry.removeprefix(name).removeprefix("p").isdecimal()
 
-    return sorted(entry for entry in _listed(home) if is_part(entry))
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []  # detached meanwhile, or this kernel has no such directory
-
-
-def scan(drivers: Collection[str], sysfs: _Root = SYSFS, proc: _Root = PROC) -> list[BlockDevice]:
-    """Every whole device of these drivers that has a medium, in the order of names. Can hang.
-
-    OSError when /proc or sysfs themselves cannot be read.
-    """
-    return Scans().scan(drivers, None, sysfs, proc)
+    return sorted(entry for entry in rbd_sysfs.listed(home) if is_part(entry))
 
 
 class Scans:
-    """``scan``, again and again: what no uevent names is not read anew."""
+    """Every whole device of some drivers that has a medium, again and again: what no uevent names
+    is not read anew."""
 
     def __init__(self) -> None:
         self._wanted: dict[int, str] = {}
@@ -334,14 +316,15 @@ class Scans:
     def scan(
         self,
         drivers: Collection[str],
-        changed: Collection[str] | None,
+        changed: Collection[str] | None = None,
         sysfs: _Root = SYSFS,
         proc: _Root = PROC,
     ) -> list[BlockDevice]:
-        """``changed``: the names in all uevents since the scan before; None: read every device.
+        """In the order of names. Can hang. OSError when /proc or sysfs cannot be read.
 
-        Live file systems are read in any case. A flag that somebody set without an uevent
-        (BLKROSET) shows when its device is read the next time.
+        ``changed``: the names in all uevents since the scan before; None: read every device. Live
+        file systems are read in any case. A flag that somebody set without an uevent (BLKROSET)
+        shows when its device is read the next time.
         """
         wanted = {major: driver for major, driver in majors(proc).items() if driver in drivers}
         if not wanted:
@@ -377,15 +360,12 @@ class Scans:
         if rbd_sysfs.text(f"{home}/size") == "0":
             return  # a free loop or nbd minor: many, and a scan comes after every mount
         device = _device(name, number, self._wanted[number[0]], home, sysfs, "", home)
+        image = device.image
+        if device.size and device.driver == "nbd":
+            image = rbd_sysfs.nbd_image(home, device.diskseq, proc)
         if device.size:
-            self._found[name] = _with_layers(device, sysfs, proc)
-
-
-def _with_layers(device: BlockDevice, sysfs: _Root, proc: _Root) -> BlockDevice:
-    image = device.image
-    if device.driver == "nbd":
-        image = rbd_sysfs.nbd_image(f"{sysfs}/block/{device.name}", device.diskseq, proc)
-    return dataclasses.replace(device, image=image, layers=_layers(device, sysfs))
+            layers = _layers(device, sysfs)
+            self._found[name] = dataclasses.replace(device, image=image, layers=layers)
 
 
 def _with_superblocks(device: BlockDevice, superblocks: dict[str, list[str]]) -> BlockDevice:
@@ -417,7 +397,10 @@ def _layers(device: BlockDevice, sysfs: _Root) -> tuple[DeviceLayer, ...]:
 
 def _above(name: str, home: str, sysfs: _Root) -> list[tuple[str, str]]:
     """(name, directory) of the holders and partitions of a disk, of the holders of a partition."""
-    holders = [(holder, f"{sysfs}/block/{holder}") for holder in _holders(home)]
+    holders = [
+        (holder, f"{sysfs}/block/{holder}")
+        for holder in sorted(rbd_sysfs.listed(f"{home}/holders"))
+    ]
     if home != f"{sysfs}/block/{name}":
         return holders
     return holders + [(part, f"{home}/{part}") for part in _partitions(name, home)]
@@ -430,11 +413,11 @@ def _superblocks(sysfs: _Root) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for fstype in _FILE_SYSTEMS:
-        for name in _listed(f"{sysfs}/fs/{fstype}"):
+        for name in rbd_sysfs.listed(f"{sysfs}/fs/{fstype}"):
             if name not in ("features", "stats"):
                 found.setdefault(name, []).append(fstype)
-    for uuid in _listed(f"{sysfs}/fs/btrfs"):
-        for name in _listed(f"{sysfs}/fs/btrfs/{uuid}/devices"):
+    for uuid in rbd_sysfs.listed(f"{sysfs}/fs/btrfs"):
+        for name in rbd_sysfs.listed(f"{sysfs}/fs/btrfs/{uuid}/devices"):
             found.setdefault(name, []).append("btrfs")
     return found
 

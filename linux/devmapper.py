@@ -73,10 +73,7 @@ def uuid_of(number: tuple[int, int], sysfs: str | Path = _SYSFS) -> str:
 
 def below(number: tuple[int, int], sysfs: str | Path = _SYSFS) -> list[str]:
     """The kernel's names of the devices that its table shows, for example loop0. Cheap."""
-    try:
-        return sorted(os.listdir(f"{sysfs}/dev/block/{number[0]}:{number[1]}/slaves"))
-    except OSError:
-        return []
+    return sorted(rbd_sysfs.listed(f"{sysfs}/dev/block/{number[0]}:{number[1]}/slaves"))
 
 
 def names(prefix: str) -> list[str]:

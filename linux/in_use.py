@@ -46,11 +46,9 @@ class Holder:
 def holder(pid: int, how: str) -> Holder:
     """With its command, pod and container."""
     try:
-        command = procfs.name_of(pid)
-        cgroup = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
+        return Holder(pid, procfs.name_of(pid), how, *procfs.pod_of(pid))
     except OSError:
-        command, cgroup = "ended", ""
-    return Holder(pid, command, how, *procfs.pod_and_container(cgroup))
+        return Holder(pid, "ended", how)
 
 
 def of_mount(target: str, *, ours: int = 0) -> list[Holder]:
@@ -314,7 +312,7 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
         for number in os.listdir(f"{base}/fdinfo"):
             try:
                 link = os.readlink(f"{base}/fd/{number}")
-                inside = [each for each in shown if _is_below(link, each.target)]
+                inside = [each for each in shown if mountinfo.within(link, each.target)]
                 if not inside and not (link.startswith("/") and wanted.holds(link)):
                     continue
                 said = Path(f"{base}/fdinfo/{number}").read_bytes()
@@ -343,10 +341,6 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
     return ""
 
 
-def _is_below(path: str, target: str) -> bool:
-    return path == target or path.startswith(f"{target}/")
-
-
 def _is_device(field: bytes, device: tuple[int, int]) -> bool:
     major, _, minor = field.partition(b":")
     return (int(major, 16), int(minor, 16)) == device
@@ -369,7 +363,7 @@ def _stands_in_tree(link: str, path: str, wanted: _Tree, shown: Sequence[mountin
     Through a detached mount it is told by device and inode; only a path that the tree has is looked
     up, because another one could hang.
     """
-    if any(_is_below(path, mount.target) for mount in shown):
+    if any(mountinfo.within(path, mount.target) for mount in shown):
         return True
     try:
         inode = os.lstat(wanted.path + path).st_ino

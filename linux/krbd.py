@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import kit.files
 from linux import rbd_sysfs
 
 _BUS = "bus/rbd"
@@ -41,10 +42,7 @@ def lacking() -> str:
 
 def mapped(image: rbd_sysfs.RbdImage, sysfs: str | Path = "/sys") -> list[str]:
     """Numbers of the devices that show this snapshot (by its names), whoever mapped them."""
-    try:
-        numbers = os.listdir(f"{sysfs}/{_BUS}/devices")
-    except OSError:
-        return []
+    numbers = rbd_sysfs.listed(f"{sysfs}/{_BUS}/devices")
     wanted = (image.pool, image.namespace, image.name, image.snapshot)
     found = []
     for number in sorted(numbers, key=rbd_sysfs.integer):
@@ -88,8 +86,5 @@ def unmap(number: str) -> None:
 def _write(what: str, text: str) -> None:
     single = f"/sys/{_BUS}/{what}_single_major"
     path = single if os.path.exists(single) else f"/sys/{_BUS}/{what}"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with kit.files.closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as descriptor:
         os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)

@@ -38,11 +38,7 @@ _PROPAGATION = {1 << 17: "unbindable", 1 << 18: "private", 1 << 19: "slave", 1 <
 _MOST_NAMESPACES = 20_000
 
 
-def _ioctl_number(number: int) -> int:
-    return (2 << 30) | (_INFO.size << 16) | (0xB7 << 8) | number
-
-
-_GET_INFO, _GET_NEXT, _GET_PREV = (_ioctl_number(n) for n in (10, 11, 12))
+_GET_INFO, _GET_NEXT, _GET_PREV = (2 << 30 | _INFO.size << 16 | 0xB7 << 8 | n for n in (10, 11, 12))
 
 
 @dataclass(frozen=True)

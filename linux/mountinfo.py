@@ -185,9 +185,8 @@ def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
     """The mount that ``path`` (absolute, without links) lies on."""
     best: Mount | None = None
     for mount in mounts:
-        inside = mount.target == "/" or path == mount.target or path.startswith(mount.target + "/")
         # '>=': of two mounts on one target the later line lies on top
-        if inside and (best is None or len(mount.target) >= len(best.target)):
+        if within(path, mount.target) and (best is None or len(mount.target) >= len(best.target)):
             best = mount
     return best
 
@@ -239,7 +238,7 @@ def leads_to(path: str, mounts: Iterable[Mount]) -> Mount | None:
 
     Unlike ``containing`` it leaves out what is hidden by a mount on a directory above.
     """
-    on_way = [m for m in mounts if is_above(m.target, path) or m.target == path]
+    on_way = [m for m in mounts if within(path, m.target)]
     ids = {mount.mount_id for mount in on_way}
     # The root of the namespace; a root that another one covers is the other one's parent.
     now = min(
@@ -257,9 +256,14 @@ def leads_to(path: str, mounts: Iterable[Mount]) -> Mount | None:
     return now
 
 
+def within(path: str, upper: str) -> bool:
+    """Whether ``path`` is the directory ``upper`` or lies below it."""
+    return path == upper or path.startswith(upper.rstrip("/") + "/")
+
+
 def is_above(target: str, path: str) -> bool:
     """Whether ``path`` lies below the directory ``target``."""
-    return path != target and path.startswith(target.rstrip("/") + "/")
+    return path != target and within(path, target)
 
 
 def _whole(descriptor: int) -> bytes:

@@ -67,15 +67,11 @@ _LONGEST_STRING = 255
 _LONGEST_OPTIONS = 4095
 
 
-def _bytes(path: str | Path) -> bytes:
-    return os.fsencode(path)
-
-
 def clone_tree(path: str | Path, *, recursive: bool = False) -> int:
     """A detached bind mount of ``path``; a descriptor. ``recursive``: with the mounts below it."""
     flags = _OPEN_TREE_CLONE | _CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return syscalls.syscall(
-        _OPEN_TREE, f"open_tree {path}", _AT_FDCWD, ctypes.c_char_p(_bytes(path)), flags
+        _OPEN_TREE, f"open_tree {path}", _AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), flags
     )
 
 
@@ -137,7 +133,7 @@ def new_filesystem(
 
 
 def _configure(context: int, command: int, key: str | None, value: str | None) -> None:
-    texts = (None if text is None else _bytes(text) for text in (key, value))
+    texts = (None if text is None else os.fsencode(text) for text in (key, value))
     syscalls.syscall(
         _FSCONFIG, f"fsconfig {key}", context, command, *map(ctypes.c_char_p, texts), 0
     )
@@ -165,11 +161,11 @@ def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     OSError ENAMETOOLONG when they are too long for mount(2) as well.
     """
     lowerdir = ":".join(escape_layer(str(layer)) for layer in layers)
-    if len(_bytes(lowerdir)) <= _LONGEST_STRING:
+    if len(os.fsencode(lowerdir)) <= _LONGEST_STRING:
         strings = {"source": "nodeagent", "lowerdir": lowerdir, "redirect_dir": "follow"}
         return new_filesystem("overlay", strings, ("ro",), READ_ONLY_DATA)
     options = "redirect_dir=follow,lowerdir=" + lowerdir.replace(",", "\\,")
-    if len(_bytes(options)) > _LONGEST_OPTIONS:
+    if len(os.fsencode(options)) > _LONGEST_OPTIONS:
         raise OSError(errno.ENAMETOOLONG, "the paths of store and source are too long together")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     mount("nodeagent", scratch, "overlay", flags, options)
@@ -185,11 +181,11 @@ def mount(
 ) -> None:
     """mount(2)."""
     result = syscalls.libc.mount(
-        _bytes(source) if source else None,
-        _bytes(target),
+        os.fsencode(source) if source else None,
+        os.fsencode(target),
         fstype.encode() if fstype else None,
         ctypes.c_ulong(flags),
-        _bytes(options) if options else None,
+        os.fsencode(options) if options else None,
     )
     syscalls.checked(result, f"mount {target}")
 
@@ -197,7 +193,7 @@ def mount(
 def attach(tree: int, target: str | Path, *, beneath: bool = False) -> None:
     """Mount a detached tree on ``target``, or beneath the mount there (Linux 6.5)."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH | (_MOVE_MOUNT_BENEATH if beneath else 0)
-    to = ctypes.c_char_p(_bytes(target))
+    to = ctypes.c_char_p(os.fsencode(target))
     syscalls.syscall(
         _MOVE_MOUNT, f"move_mount {target}", tree, ctypes.c_char_p(b""), _AT_FDCWD, to, flags
     )
@@ -227,7 +223,7 @@ def detach(target: str | Path) -> None:
 
 def unmount(target: str | Path, flags: int = 0) -> None:
     """Unmount. OSError EBUSY while it is used, also in a namespace that follows ours."""
-    result = syscalls.libc.umount2(_bytes(target), _UMOUNT_NOFOLLOW | flags)
+    result = syscalls.libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW | flags)
     syscalls.checked(result, f"umount {target}")
 
 

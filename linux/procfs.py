@@ -37,6 +37,12 @@ def pod_and_container(cgroup: str) -> tuple[str, str]:
     return pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else ""
 
 
+def pod_of(pid: int | str, proc: str | Path = "/proc") -> tuple[str, str]:
+    """The pod UID and container id of a process, by its cgroups, v1 hierarchies too. OSError when
+    it has ended."""
+    return pod_and_container(Path(proc, str(pid), "cgroup").read_text(errors="replace"))
+
+
 def family(root: int) -> set[int]:
     """A process and its descendants."""
     children: dict[int, list[int]] = {}

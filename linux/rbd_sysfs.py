@@ -46,6 +46,10 @@ class RbdImage:
         return f"{self.pool}/{middle}{self.name}{end}"
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return self.pool, self.namespace, self.name
+
+    @property
     def head(self) -> str:
         """The image that a snapshot belongs to: what must not be mapped twice."""
         return f"{self.fsid}:{self.pool}/{self.namespace}/{self.name}"
@@ -69,6 +73,14 @@ def text(path: str) -> str:
             return stream.read().strip()
     except OSError:
         return ""
+
+
+def listed(folder: str) -> list[str]:
+    """Names in a directory; none when it is not there, or its process or device has gone."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def integer(digits: str, base: int = 10) -> int:
@@ -99,14 +111,10 @@ def mapping(number: str, sysfs: str | Path) -> tuple[RbdImage | None, RbdClient 
         client=text(f"{home}/client_id"),
         address=text(f"{home}/client_addr"),
         features=integer(text(f"{home}/features"), 16),
-        config=_without_secrets(text(f"{home}/config_info")),
+        # It begins with addresses and the user's name, and may hold or locate the key.
+        config=re.sub(r"(secret|key)=[^, ]*", r"\1=<hidden>", text(f"{home}/config_info")),
     )
     return image, client
-
-
-def _without_secrets(config: str) -> str:
-    """config_info begins with addresses and the user's name, and may hold or locate the key."""
-    return re.sub(r"(secret|key)=[^, ]*", r"\1=<hidden>", config)
 
 
 def supported_features(sysfs: str | Path = "/sys") -> int:

@@ -16,7 +16,7 @@ import structlog
 
 import kit.findings
 import kit.formats
-import kit.threads
+import kit.tasks
 from kit.findings import Finding, Severity
 from kit.formats import SUFFIX
 from nodeagent.state import State
@@ -34,7 +34,7 @@ FILES = {
     "cluster.json": "objects of the cluster count again once the API server answers",
     "requests.json": "requests of annotations that it may have had count as failed",
 }
-_STATE = kit.threads.Apart("state directory, agent")
+_STATE = kit.tasks.Apart("state directory, agent")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
+import kit.tasks
 from preheat import settings, status
 from preheat.image import manifest
 from preheat.planning import plan
@@ -88,9 +89,7 @@ class Preheat:
         self.reconciler.wake()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await kit.tasks.end(*self._tasks)
         await self.reconciler.stop()
 
     def health(self) -> kit.room.Health:

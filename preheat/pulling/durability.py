@@ -28,6 +28,7 @@ import kit.child
 import kit.errors
 import kit.formats
 import kit.pause
+import kit.tasks
 from linux import procfs, syscalls
 from preheat.image import manifest
 from preheat.registry import resolver
@@ -200,9 +201,7 @@ class Durability:
         return digest not in self.troubles or self.troubles[digest].retry_at <= now
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await kit.tasks.end(self._task)
 
     async def _work(self, again: Images, confirm: frozenset[str], images_path: str) -> None:
         await self._save()

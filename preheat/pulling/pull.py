@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+import kit.tasks
 from kit.pause import Bucket
 from preheat import settings
 from preheat.image import manifest
@@ -265,8 +266,7 @@ class Puller:
         except* (PullError, base.RuntimeCallError) as errors:
             raise errors.exceptions[0] from None
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            await kit.tasks.end(watch)
 
     async def _layer(
         self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
@@ -350,9 +350,7 @@ class Puller:
                     raise self._stalled()
             return await pull
         finally:
-            if not pull.done():
-                pull.cancel()
-            await asyncio.gather(pull, return_exceptions=True)
+            await kit.tasks.end(pull)
 
     async def _keep_progress(self) -> None:
         while True:
@@ -533,14 +531,9 @@ class Pulls:
 
     async def halt(self, ref: str) -> None:
         """Cancel a running pull; its hold keeps the bytes."""
-        running = self.running.get(ref)
-        if running is not None:
-            running.task.cancel()
-            await asyncio.gather(running.task, return_exceptions=True)
+        if ref in self.running:
+            await kit.tasks.end(self.running[ref].task)
 
     async def stop(self) -> None:
-        tasks = [each.task for each in self.running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await kit.tasks.end(*(each.task for each in self.running.values()))
         await self.client.close()

@@ -21,6 +21,7 @@ import structlog
 
 import kit.errors
 import kit.pause
+import kit.tasks
 from preheat import settings
 from preheat.planning import desired, plan, stock
 from preheat.planning.desired import Request
@@ -102,10 +103,8 @@ class Reconciler:
                 self.trouble = str(error)
             self.last_cycle = time.monotonic()
             wait = pull.CYCLE_SECONDS if not self.trouble else RECONNECT_LONGEST
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._wake.wait()
-                    await asyncio.sleep(SETTLE_SECONDS)
+            if await kit.tasks.until(self._wake, wait):
+                await asyncio.sleep(SETTLE_SECONDS)
 
     async def watch(self) -> None:
         """Heal on each removal event, and compare everything after each gap in the events."""
@@ -121,8 +120,7 @@ class Reconciler:
                             self.wake()
                 finally:
                     self.healer.sees(False)
-                    gap.cancel()
-                    await asyncio.gather(gap, return_exceptions=True)
+                    await kit.tasks.end(gap)
             except kit.errors.AgentError as error:
                 log.debug("event stream ended", error=str(error))
             await asyncio.sleep(pauses.next())

@@ -222,6 +222,7 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
         name = str(entry.get("name", ""))
         if not _is_file_name(name):
             raise ValueError(f"provider {name!r} is not a file name")
+        token = entry.get("tokenAttributes")
         environment = tuple((str(e["name"]), str(e["value"])) for e in entry.get("env") or [])
         found.append(
             Provider(
@@ -231,14 +232,10 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
                 arguments=tuple(str(each) for each in entry.get("args") or []),
                 environment=environment,
                 cache_seconds=_go_duration(str(entry.get("defaultCacheDuration", "0"))),
-                needs_token=_needs_token(entry.get("tokenAttributes")),
+                needs_token=token is not None and token.get("requireServiceAccount") is not False,
             )
         )
     return tuple(found)
-
-
-def _needs_token(attributes: dict[str, Any] | None) -> bool:
-    return attributes is not None and attributes.get("requireServiceAccount") is not False
 
 
 def _is_file_name(text: str) -> bool:
@@ -450,8 +447,7 @@ class Credentials:
         if not isinstance(answer, dict):
             raise self._failed(provider.name, "its answer is not a JSON object")
         if answer.get("kind") != "CredentialProviderResponse":
-            why = "its answer is not a CredentialProviderResponse"
-            raise self._failed(provider.name, why)
+            raise self._failed(provider.name, "its answer is not a CredentialProviderResponse")
         return answer
 
     # --- files and programs -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 import kit.errors
+import kit.tasks
 from preheat.image import manifest
 from preheat.registry import client as registry
 from preheat.registry import credentials, failure, schedule
@@ -134,10 +135,7 @@ class Resolver:
         return other and lookup.moved_at > lookup.at
 
     async def close(self) -> None:
-        tasks = [each.task for each in self._lookups.values() if each.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await kit.tasks.end(*(each.task for each in self._lookups.values()))
 
     async def _run(self, lookup: Lookup) -> None:
         try:

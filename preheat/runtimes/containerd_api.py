@@ -65,10 +65,6 @@ def _check_create_lease(request: pb.CreateLeaseRequest) -> None:
     _check_labels(request.labels)
 
 
-def _check_delete_lease(request: pb.DeleteLeaseRequest) -> None:
-    check_lease(request.id)
-
-
 def _check_add_resource(request: pb.AddResourceRequest) -> None:
     check_lease(request.id)
     kind, name = request.resource.type, request.resource.id
@@ -100,18 +96,14 @@ def _check_snapshotter(name: str) -> None:
     require(re.fullmatch(r"[a-z0-9.-]{1,64}", name) is not None, "an odd snapshotter")
 
 
-def _check_snapshot(snapshotter: str, key: str) -> None:
-    _check_snapshotter(snapshotter)
-    require(_UNPACKING.fullmatch(key) is not None, "a snapshot that is not ours")
+def _check_ours(request: pb.SnapshotRequest | pb.PrepareSnapshotRequest) -> None:
+    _check_snapshotter(request.snapshotter)
+    require(_UNPACKING.fullmatch(request.key) is not None, "a snapshot that is not ours")
 
 
 def _check_prepare(request: pb.PrepareSnapshotRequest) -> None:
-    _check_snapshot(request.snapshotter, request.key)
+    _check_ours(request)
     require(not request.parent or manifest.is_digest(request.parent), "a parent that is no layer")
-
-
-def _check_remove(request: pb.SnapshotRequest) -> None:
-    _check_snapshot(request.snapshotter, request.key)
 
 
 def _check_remove_layer(request: pb.SnapshotRequest) -> None:
@@ -169,13 +161,13 @@ UPDATE_CONTENT = Method(
 ABORT = Method(_CONTENT + "Abort", pb.AbortRequest, Empty, _check_abort)
 WRITE = Method(_CONTENT + "Write", pb.WriteContentRequest, pb.WriteContentResponse, _check_write)
 CREATE_LEASE = Method(_LEASES + "Create", pb.CreateLeaseRequest, Empty, _check_create_lease)
-DELETE_LEASE = Method(_LEASES + "Delete", pb.DeleteLeaseRequest, Empty, _check_delete_lease)
+DELETE_LEASE = Method(_LEASES + "Delete", pb.DeleteLeaseRequest, Empty, lambda r: check_lease(r.id))
 ADD_RESOURCE = Method(_LEASES + "AddResource", pb.AddResourceRequest, Empty, _check_add_resource)
 
 PREPARE = Method(
     _SNAPSHOTS + "Prepare", pb.PrepareSnapshotRequest, pb.PrepareSnapshotResponse, _check_prepare
 )
-REMOVE = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove)
+REMOVE = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_ours)
 REMOVE_LAYER = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove_layer)
 UPDATE_SNAPSHOT = Method(
     _SNAPSHOTS + "Update", pb.UpdateSnapshotRequest, Empty, _check_update_snapshot

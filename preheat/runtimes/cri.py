@@ -16,6 +16,7 @@ answer. Here such an answer is a RuntimeCallError.
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import time
 import urllib.parse
@@ -30,6 +31,7 @@ from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
 import kit.files
+import kit.tasks
 from preheat.image import manifest
 from preheat.runtimes import base, cri_pb2
 
@@ -184,10 +186,8 @@ class Connection:
             state = channel.get_state()
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
+        await kit.tasks.end(self._watch)
+        self._watch = None
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
@@ -248,9 +248,7 @@ class Connection:
     async def _is_gone(self, broken: int) -> bool:
         if self.broken == broken:
             self._break.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_BREAK_TOLD_SECONDS):
-                    await self._break.wait()
+            await kit.tasks.until(self._break, _BREAK_TOLD_SECONDS)
         state = self.channel().get_state()
         return self.broken > broken or state != grpc.ChannelConnectivity.READY
 
@@ -378,14 +376,7 @@ class Cri:
         """Pull under a lease; the image id. The lease keeps the bytes if cancelled."""
         request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
         if login is not None:  # this message has a repr, Login has none: do not pass it on
-            request.auth.CopyFrom(
-                cri_pb2.AuthConfig(
-                    username=login.username,
-                    password=login.password,
-                    identity_token=login.identity_token,
-                    registry_token=login.registry_token,
-                )
-            )
+            request.auth.CopyFrom(cri_pb2.AuthConfig(**dataclasses.asdict(login)))
         answer = await self.connection.change(
             PULL_IMAGE, request, lease=lease, deadline=deadline, takes_slot=False
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-import kit.threads
+import kit.tasks
 from tests.testbed import waiting
 
 
@@ -31,8 +31,8 @@ def hanging(
 async def test_a_call_that_was_given_up_and_ends_soon_is_no_hanging_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 60.0)
-    apart = kit.threads.Apart("a disk")
+    monkeypatch.setattr(kit.tasks, "PATIENCE_SECONDS", 60.0)
+    apart = kit.tasks.Apart("a disk")
     begun, over, work = hanging()
     stopped = asyncio.create_task(apart.call(work))
     try:
@@ -50,8 +50,8 @@ async def test_who_waits_for_a_hanging_call_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk may hang for days and then fail: one error, and not one for each who has waited."""
-    monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 0.01)
-    apart = kit.threads.Apart("a disk")
+    monkeypatch.setattr(kit.tasks, "PATIENCE_SECONDS", 0.01)
+    apart = kit.tasks.Apart("a disk")
     begun, over, work = hanging(OSError(errno.EIO, "a disk that fails at last"))
     unheard = list[str]()
     loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ async def test_who_waits_for_a_hanging_call_leaves_nothing_behind(
 
 
 async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
-    apart = kit.threads.Apart("a disk")
+    apart = kit.tasks.Apart("a disk")
     begun, over, work = hanging()
     try:
         stopped = asyncio.create_task(apart.call(work))

@@ -79,7 +79,7 @@ class Tree:
         return found
 
     def scan(self, *drivers: str) -> list[BlockDevice]:
-        return blockdev.scan(drivers, self.sys, self.proc)
+        return blockdev.Scans().scan(drivers, None, self.sys, self.proc)
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_identify_scan_and_by_path_agree_on_a_loop_device(loop: str, area: Path)
     assert found.backing_file == str(area / "image")
     assert blockdev.name_of(found.number) == found.name and found.name in blockdev.names()
     assert blockdev.identify(found.name) == found
-    assert found in blockdev.scan(("loop",))
+    assert found in blockdev.Scans().scan(("loop",))
 
 
 @pytest.mark.real

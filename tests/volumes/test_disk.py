@@ -11,7 +11,7 @@ import pytest
 
 import kit.errors
 import kit.files
-import kit.threads
+import kit.tasks
 from tests.testbed import waiting
 from tests.volumes.guard.world import witness
 from volumes import settings
@@ -31,7 +31,7 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
         found.append(threading.get_ident())
         over.wait()
 
-    monkeypatch.setattr(kit.threads, "STATE", kit.threads.Apart("the test's"))
+    monkeypatch.setattr(kit.tasks, "STATE", kit.tasks.Apart("the test's"))
     monkeypatch.setattr(kit.files, "append", hang)
     monkeypatch.setattr(store.LedgerStore, "load", hang)
     monkeypatch.setattr(actions.ActionJournal, "read", hang)

@@ -20,7 +20,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
-import kit.threads
+import kit.tasks
 from kit.findings import Finding
 from linux import blockdev
 from volumes.audit import executors
@@ -118,7 +118,7 @@ class ActionJournal:
         log.warning("volume action", **entry)
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
-                await kit.threads.STATE.call(kit.files.append, self._path, entry)
+                await kit.tasks.STATE.call(kit.files.append, self._path, entry)
         except (OSError, TimeoutError) as error:
             log.error("cannot write the journal of actions", error=str(error) or "timeout")
             return False
@@ -128,7 +128,7 @@ class ActionJournal:
         """As ``read``; None when the disk does not answer, which is logged."""
         try:
             async with asyncio.timeout(_READ_SECONDS):
-                return await kit.threads.STATE.call(self.read)
+                return await kit.tasks.STATE.call(self.read)
         except TimeoutError as error:
             log.error("cannot read the journal of actions", error=str(error) or "timeout")
             return None

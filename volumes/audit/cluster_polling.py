@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import kit.errors
+import kit.tasks
 from ceph import client, monitors, protocol
 from linux import netlink
 from volumes.audit.inventory.model import Inventory
@@ -60,9 +61,7 @@ class Poller:
     def want(self, inventory: Inventory) -> None:
         """Take over which images are mapped; new ones are asked about soon."""
         images = frozenset(
-            protocol.ImageName(device.image.pool, device.image.namespace, device.image.name)
-            for device in inventory.devices
-            if device.image is not None
+            protocol.ImageName(*device.image.key) for device in inventory.devices if device.image
         )
         if images - self._images:
             self._wake.set()
@@ -81,12 +80,8 @@ class Poller:
                 self._wake.clear()  # what came until now is part of this question
                 if clusters() or self._clients:
                     await self.ask(clusters(), now.cluster_timeout, now.cluster_wide_interval)
-                try:
-                    async with asyncio.timeout(pause(now.cluster_interval)):
-                        await self._wake.wait()
+                if await kit.tasks.until(self._wake, pause(now.cluster_interval)):
                     await asyncio.sleep(soon(now.cluster_interval))
-                except TimeoutError:
-                    pass  # the interval has passed
         finally:
             await self._keep((), 0.0)
 
@@ -120,8 +115,7 @@ class Poller:
         before = self._wide.get(key)
         wide = before is None or before.is_due(time.monotonic(), wide_interval)
         try:
-            images = sorted(self._images, key=_names)
-            view = await self._clients[key].view(images, wide=wide)
+            view = await self._clients[key].view(sorted(self._images), wide=wide)
         except kit.errors.AgentError as error:
             self.views[settings.name] = str(error)[:_LONGEST_ERROR]
             return
@@ -142,10 +136,6 @@ class Poller:
         asked = {(view.name, *image.key) for image in view.images}
         kept = {k: a for k, a in self.watched_by.items() if k[0] != view.name or k in asked}
         self.watched_by = kept | now
-
-
-def _names(image: protocol.ImageName) -> tuple[str, str, str]:
-    return image.pool, image.namespace, image.name
 
 
 def first(interval: float) -> float:

@@ -8,11 +8,10 @@ state changed, HostError when a program fails.
 
 import asyncio
 import os
-from pathlib import Path
 
 import kit.errors
 import kit.processes
-from linux import blockdev, mount_namespaces, rbd_sysfs
+from linux import blockdev, krbd, mount_namespaces, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders
 
 DEADLINE_SECONDS = 30.0  # of each function
@@ -26,7 +25,8 @@ def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int,
     minor of each mount (not of the device below it) and its path in the namespace.
     """
     wanted = [mount_namespaces.MountCopy((major, minor), target) for major, minor, target in copies]
-    if _mounted_on_host({copy.device for copy in wanted}):
+    numbers = {copy.device for copy in wanted}
+    if any(mount.device in numbers for mount in mountinfo.of(1)):
         raise kit.errors.RefusedError(
             "detach-leaked", "the host has the device mounted again", "nothing was done"
         )
@@ -35,23 +35,19 @@ def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int,
     return mount_namespaces.detach_by_id(namespace_id, inode, wanted)
 
 
-def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
-    wanted = {f"{major}:{minor}" for major, minor in numbers}
-    lines = Path("/proc/1/mountinfo").read_text(errors="replace").splitlines()
-    return any(line.split(" ", 3)[2] in wanted for line in lines)
-
-
 def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mapping: str) -> int:
     """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
     number = device[0], device[1]
-    found = _same_attachment(f"unmap {name}", name, number, diskseq)
+    found = blockdev.identify(name)
+    if found is None or (found.number, found.diskseq) != (number, diskseq):
+        raise kit.errors.RefusedError(
+            f"unmap {name}", "the name belongs to another device now", "nothing was done"
+        )
     if found.partitions or blockdev.in_use(found):
         raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
     if driver == "rbd":
         # Without 'force', which would unmap a device that somebody writes to.
-        single = Path("/sys/bus/rbd/remove_single_major")
-        target = single if single.exists() else Path("/sys/bus/rbd/remove")
-        target.write_text(mapping)
+        krbd.unmap(mapping)
     elif driver == "nbd":
         # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
         with blockdev.claimed(f"/dev/{name}", number):
@@ -88,14 +84,3 @@ def _refuse_users(name: str, number: tuple[int, int]) -> None:
                 f"{user.owner.label} has it open ({', '.join(user.ways)})",
                 "nothing was done",
             )
-
-
-def _same_attachment(
-    what: str, name: str, number: blockdev.Number, diskseq: int | None
-) -> blockdev.BlockDevice:
-    found = blockdev.identify(name)
-    if found is None or (found.number, found.diskseq) != (number, diskseq):
-        raise kit.errors.RefusedError(
-            what, "the name belongs to another device now", "nothing was done"
-        )
-    return found

@@ -10,7 +10,7 @@ and clears nothing. Unknown periods do not count towards patience.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import kit.findings
@@ -159,6 +159,12 @@ def pending(state: State, now: float) -> float | None:
     waits = [max(0.0, e.patience - e.lasted(now)) for e in state.values() if e.waiting]
     waits += [0.0 for e in state.values() if e.clearing and not e.flapping]
     return min(waits, default=None)
+
+
+def youngest(state: State, rules: Collection[str], now: float) -> float | None:
+    """Age of the youngest finding of these rules."""
+    raised = (entry for entry in state.values() if entry.raised and entry.rule in rules)
+    return min((now - entry.since for entry in raised), default=None)
 
 
 def unconfirmed(state: State, now: float) -> bool:

@@ -22,6 +22,7 @@ import structlog
 import kit.errors
 import kit.findings
 import kit.room
+import kit.tasks
 from ceph import protocol
 from linux import netlink, syscalls
 from volumes.audit import (
@@ -166,10 +167,7 @@ class Audit:
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
         await self._node.stop(self)
-        tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await kit.tasks.end(*self._tasks, self._log_task)
         self._tasks, self._log_task = [], None
         await self.scanner.close()
 
@@ -229,28 +227,15 @@ class Audit:
                 self.settings,
                 now,
                 finding_state.pending(self._state, now),
-                self._youngest(now),
+                finding_state.youngest(self._state, scheduler.RECHECKED, now),
                 blind=bool(self._blind),
             )
             if self.inventory is not None and len(self.inventory.host_spaces) > 1:
                 pause = min(pause, _OWN_NAMESPACE_SECONDS)
             settled = asyncio.create_task(asyncio.sleep(self.settings.settle))
-            try:
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
+            if await kit.tasks.until(self._wake, pause):  # else the schedule is due
                 await asyncio.sleep(_DEBOUNCE_SECONDS)
-            except TimeoutError:
-                pass  # nothing happened; the schedule is due
             await settled  # however many changes there are
-
-    def _youngest(self, now: float) -> float | None:
-        """Age of the youngest finding about holders."""
-        ages = [
-            now - entry.since
-            for entry in self._state.values()
-            if entry.raised and entry.rule in scheduler.RECHECKED
-        ]
-        return min(ages, default=None)
 
     # -- one round ---------------------------------------------------------------------------------
 
@@ -410,10 +395,7 @@ class Audit:
     async def _plans_afresh(self) -> list[actions.ActionPlan]:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
-            names = {step.device for step in self.plans() if step.device}
-            self._changed = None
-            await self._scan(scheduler.Depth(deep=True, users_of=tuple(sorted(names))))
-            await self._evaluate()
+            await self._scan_anew(sorted({step.device for step in self.plans() if step.device}))
             return [] if self._blind else self.plans()
 
     def _look(self) -> repairer.Look | None:
@@ -427,11 +409,14 @@ class Audit:
             before = self._look()
             if before is None:
                 return None
-            names = self.repairer.users_of(before)
-            self._changed = None
-            await self._scan(scheduler.Depth(deep=True, users_of=names))
-            await self._evaluate()
+            await self._scan_anew(self.repairer.users_of(before))
             return self._look()
+
+    async def _scan_anew(self, users_of: Sequence[str]) -> None:
+        """All of the node, with the users of these devices, and evaluate that."""
+        self._changed = None
+        await self._scan(scheduler.Depth(deep=True, users_of=tuple(users_of)))
+        await self._evaluate()
 
     # -- for the API -------------------------------------------------------------------------------
 

@@ -110,14 +110,10 @@ class Scene:
         views = self.clusters.items()
         return [f"cluster {name}: {why}" for name, why in views if isinstance(why, str)]
 
-    def cluster_of(self, device: blockdev.BlockDevice) -> protocol.ClusterView | None:
-        """The cluster that holds the device's image, if it is known and answered."""
-        return cluster_of(self.clusters, device)
-
     def devices_in(self, view: protocol.ClusterView) -> list[blockdev.BlockDevice]:
         """The devices of this node whose images are in the cluster."""
         devices = self.inventory.devices if self.inventory else ()
-        owners = ((device, self.cluster_of(device)) for device in devices)
+        owners = ((device, cluster_of(self.clusters, device)) for device in devices)
         return [device for device, owner in owners if owner and owner.name == view.name]
 
 

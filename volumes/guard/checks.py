@@ -17,12 +17,12 @@ from linux import blockdev
 from volumes import settings
 from volumes.guard import lease
 from volumes.guard.holds import Holds
-from volumes.guard.steps import Executor, Known, Turn, missing
+from volumes.guard.steps import Executor, Known, Turn, missing, with_cluster
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
 from volumes.node import raw_block
 from volumes.probe import prober
-from volumes.probe.examine import Kind, Verdict, marks
+from volumes.probe.examine import Kind, Verdict, marks_from
 
 log = structlog.get_logger("volumes")
 
@@ -163,11 +163,7 @@ class Checks:
         image = device.lowest.image
         if not blank and image is not None and device.volume:  # what other nodes have seen
             known.cluster = answer = await self.executor.mirror.ask(image, part=device.part)
-            there = answer.known
-            # A clone carries its parent's entry until it has its own: it says what to expect, but
-            # other content than the parent's is no change.
-            if there is not None and (there.volume == device.volume or not seen.has_content):
-                entry = store.merge(entry, there)
+            entry = with_cluster(entry, answer.known, seen)
         turn = Turn(known, entry, seen)
         held = self.executor.held(device)
         now = time.monotonic()
@@ -198,8 +194,7 @@ class Checks:
         told = asyncio.create_task(self.executor.witness.ask(device))
         image = device.lowest.image
         if image is not None:
-            places = tuple((first.start + at, length) for at, length in marks(device.size))
-            extents = Extents(first.start, places)
+            extents = Extents(first.start, marks_from(first.start, device.size))
             asked = asyncio.create_task(self.executor.mirror.ask(image, extents, part=device.part))
         try:
             await asyncio.sleep(self.settings.settle)

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 import kit.errors
-import kit.threads
+import kit.tasks
 from ceph.settings import ClusterSettings
 from linux import blockdev, kmsg, netlink
 from volumes import settings
@@ -73,7 +73,7 @@ class Controller:
         used. What the kernel lacks is a finding, not an error."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await kit.threads.STATE.call(self._load)
+                await kit.tasks.STATE.call(self._load)
         except OSError as error:
             why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(

@@ -6,6 +6,7 @@ within a second. So a denial waits for the decision on its device and becomes a 
 that is a refusal. Those of one caller are kept together, with a count.
 """
 
+import contextlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -64,14 +65,6 @@ class Denial:
         return self.volume or self.device, self.program
 
 
-def _of_process(pid: int) -> str:
-    """The process's cgroups, v1 hierarchies too; empty when it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
     """The event with names.
 
@@ -85,15 +78,13 @@ def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, ti
         except OSError:
             pass  # not permitted, or another hierarchy: try /proc
     pod, container = procfs.pod_and_container(path)
-    if not pod:
-        pod, container = procfs.pod_and_container(_of_process(event.pid))
     command = " ".join(event.arguments)
-    if not command:
-        try:
+    with contextlib.suppress(OSError):  # it has ended
+        if not pod:
+            pod, container = procfs.pod_of(event.pid)
+        if not command:
             raw = Path(f"/proc/{event.pid}/cmdline").read_bytes()[:256]
             command = raw.replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            pass  # it has ended
     return Denial(
         at=time.time() - max(0.0, time.monotonic() - event.time),
         device=device,

@@ -115,7 +115,7 @@ class Holds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await worker.ended()  # it may be killed
-        except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
+        except kit.line_worker.FAILURES as error:
             log.info("device not held", device=device.name, why=str(error))  # it may be gone
         finally:
             if self._tasks.get(device.name) is asyncio.current_task():

@@ -151,7 +151,7 @@ class InForce:
         if not present.pinned:
             guard.repin()
         if not present.is_as(wanted):
-            guard.configure(wanted)
+            kernel.fill(guard.maps, wanted)
         return guard.read()
 
     def _wanted(self, present: kernel.Present | None = None) -> kernel.Wanted:

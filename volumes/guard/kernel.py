@@ -417,7 +417,7 @@ class Kernel:
                 n: m.info.id for n, m in self.maps.items()
             }
             if same and kept and same[0].id == ours[0][1].id:
-                self.configure(wanted)
+                fill(self.maps, wanted)
                 keep = ours[0][1].id
                 self._keep(ours[0][0], self.maps)
             else:
@@ -468,11 +468,6 @@ class Kernel:
         program.close()
         for each in maps.values():
             each.close()
-
-    def configure(self, wanted: Wanted) -> None:
-        """Change the maps of the attached program entry by entry: what stays wanted is never
-        missing."""
-        fill(self.maps, wanted)
 
     def add(self, majors: Iterable[int], devices: Iterable[Number]) -> None:
         """Guard these as well. All else stays as the kernel has it, the mode above all: a command
@@ -601,7 +596,8 @@ class Kernel:
 
 
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
-    """Write the maps; the mode last, so that it never applies to half of them."""
+    """Write the maps entry by entry: what stays wanted is never missing. The mode last, so that it
+    never applies to half of them."""
     one = b"\1"
     maps["majors"].replace({struct.pack("=I", n): one for n in wanted.majors})
     for number in wanted.devices:

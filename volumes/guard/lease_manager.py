@@ -5,7 +5,6 @@ says; its decision goes to the denials that wait for it.
 """
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from collections.abc import Callable
 import structlog
 
 import kit.errors
+import kit.tasks
 from kit import processes
 from linux import blockdev
 from volumes import settings
@@ -147,9 +147,7 @@ class LeaseManager:
                 elif wait is None:
                     return
                 else:
-                    with contextlib.suppress(TimeoutError):  # wait_for can lose a cancel
-                        async with asyncio.timeout(wait):
-                            await again.wait()
+                    await kit.tasks.until(again, wait)
                 asked = again.is_set() or (asked and not answered)
         finally:
             self._checking.discard(name)
@@ -238,10 +236,7 @@ class LeaseManager:
         for name in list(self._timers):
             self._answered(name)
         self.executor.close()
-        tasks = [*self._tasks.values(), *self._chores]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await kit.tasks.end(*self._tasks.values(), *self._chores)
         await self.holds.close()
         await self.checks.prober.close()
 

@@ -24,7 +24,7 @@ import pydantic
 
 import kit.child
 import kit.errors
-import kit.threads
+import kit.tasks
 from volumes import settings
 from volumes.guard import kernel, pins, record
 
@@ -354,7 +354,7 @@ class Memory:
 
 # --- actions
 
-_SWITCH = kit.threads.Apart("kill switch")
+_SWITCH = kit.tasks.Apart("kill switch")
 
 
 async def set_mode(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from linux import bpf, mountinfo, mounts
 
-_HOST = Path("/proc/1/mountinfo")
 DISKS = "nodeagent_disks"  # that program's name, and its pin's
 
 
@@ -31,12 +30,12 @@ def file_system(pins: Path) -> None:
         mounts.mount("bpf", pins.parent, "bpf", 0)
 
 
-def outlive_us(pins: Path, host: Path = _HOST) -> bool:
+def outlive_us(pins: Path) -> bool:
     """Whether pid 1 has that bpf file system mounted. Where only our own container has it, pins end
     with the container. OSError."""
     number = pins.stat().st_dev
     own = os.major(number), os.minor(number)
-    return any(mount.device == own for mount in mountinfo.read(host) if mount.fstype == "bpf")
+    return any(mount.device == own for mount in mountinfo.of(1) if mount.fstype == "bpf")
 
 
 def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 import kit.errors
-import kit.threads
+import kit.tasks
 from linux import blockdev
 from volumes.guard import kernel, lease
 from volumes.guard.lease import Step
@@ -59,6 +59,14 @@ def missing(known: Known, entry: store.Entry | None) -> str:
     if entry is None or entry.permitted or seen is None or seen.has_content:
         return ""
     return entry.content if seen.verdict not in SILENT or known.doubt.agreed else ""
+
+
+def with_cluster(here: store.Entry, there: store.Entry | None, seen: Verdict) -> store.Entry:
+    """With what the image's metadata says. A clone carries its parent's entry until it has its own:
+    it says what to expect, but other content than the parent's is no change."""
+    if there is None or (there.volume != here.volume and seen.has_content):
+        return here
+    return store.merge(here, there)
 
 
 @dataclass
@@ -191,7 +199,7 @@ class Executor:
     async def _put(self, new: store.Entry) -> None:
         """As ``save``, for who holds ``_writing``."""
         async with asyncio.timeout(SAVE_SECONDS):
-            await kit.threads.STATE.call(self.ledger.put, new)
+            await kit.tasks.STATE.call(self.ledger.put, new)
 
     async def mirror_entry(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content

@@ -22,7 +22,7 @@ from volumes.guard import canary, kernel, override, pace, status, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
 from volumes.probe import prober
-from volumes.probe.examine import Kind, Verdict, marks
+from volumes.probe.examine import Kind, Verdict, marks_from
 
 _NO_SECTION = (
     "the settings have no section 'volumes': the guard stays as it was last wanted "
@@ -59,7 +59,9 @@ async def attach(section: RoomSection) -> dict[str, Any]:
         given = override.in_force(given, recalled.last)
     known = given or recalled.last
     if section.off:
-        return await _take_off(known or settings.GuardSettings(), section)
+        known = known or settings.GuardSettings()
+        await asyncio.to_thread(_apply, known, kernel.Mode.OFF)
+        return await _status(known, section, await override.forget_settings(section.state_dir))
     if given is None and (known is None or override.present(known).attached):
         if section.error is not None:
             raise section.error
@@ -85,12 +87,6 @@ async def _status(
 ) -> dict[str, Any]:
     now = await kernel_status(wanted, section.state_dir)
     return now | {"warnings": [each for each in warnings if each]}
-
-
-async def _take_off(wanted: settings.GuardSettings, section: RoomSection) -> dict[str, Any]:
-    await asyncio.to_thread(_apply, wanted, kernel.Mode.OFF)
-    problem = await override.forget_settings(section.state_dir)
-    return await _status(wanted, section, problem)
 
 
 def _apply(wanted: settings.GuardSettings, mode: kernel.Mode, lost: bool = False) -> None:
@@ -162,8 +158,7 @@ async def _asked(
         return None
     extents = None
     if seen.verdict is Kind.BLANK_VERIFIED:
-        places = [(seen.start + at, length) for at, length in marks(device.size)]
-        extents = Extents(seen.start, tuple(places))
+        extents = Extents(seen.start, marks_from(seen.start, device.size))
     mirror = Mirror(section.clusters, section.guard.cluster_timeout)
     try:
         return await mirror.ask(image, extents, part=device.part)
@@ -176,9 +171,9 @@ def _compare(known: steps.Known, entry: store.Entry | None) -> None:
     seen, device = known.seen, known.device
     assert seen is not None
     there = known.cluster.known if known.cluster is not None else None
-    if there is not None and (there.volume == device.volume or not seen.has_content):
+    if there is not None:
         here = entry or store.Entry(volume=device.volume, title=device.title)
-        entry = store.merge(here, there)
+        entry = steps.with_cluster(here, there, seen)
     known.missing = steps.missing(known, entry)
     if entry is None or not entry.type or entry.permitted or not seen.has_content:
         return

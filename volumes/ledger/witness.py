@@ -25,6 +25,7 @@ import structlog
 
 import kit.errors
 import kit.pause
+import kit.tasks
 from kube import client, objects
 from kube.client import KubeError
 from kube.settings import ThisNode
@@ -120,10 +121,8 @@ class Witness:
         await self._disconnect()
 
     async def close(self) -> None:
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
-            self._worker = None
+        await kit.tasks.end(self._worker)
+        self._worker = None
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -273,11 +272,7 @@ class Witness:
             now = time.monotonic()
             due = min(self._marks.values(), key=lambda m: m.due, default=None)
             if due is None or due.due > now:
-                try:
-                    async with asyncio.timeout(None if due is None else due.due - now):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
+                await kit.tasks.until(self._wake, None if due is None else due.due - now)
                 continue
             try:
                 done = await self._mark(due.device, due.entry)

@@ -93,7 +93,7 @@ def _is_kubelet(process: Path) -> bool:
         # The kernel cuts names at 15 bytes, also within a character.
         if (process / "comm").read_bytes().strip() not in _NAMES:
             return False
-        return not procfs.pod_and_container((process / "cgroup").read_text(errors="replace"))[0]
+        return not procfs.pod_of(process.name, process.parent)[0]
     except OSError:
         return False  # it ended
 

@@ -12,6 +12,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.tasks
 from linux import blockdev, mountinfo, netlink
 from volumes.node import raw_block
 
@@ -68,12 +69,7 @@ class RawBlockWatch:
 
     async def _run(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(SEARCH_SECONDS):
-                    await self._mounted.wait()
-            except TimeoutError:
-                pass
-            else:
+            if await kit.tasks.until(self._mounted, SEARCH_SECONDS):
                 await asyncio.sleep(MOUNT_SECONDS)
             self._mounted.clear()
             await self._tell()
@@ -189,9 +185,7 @@ class RawBlockWatch:
         for space in self._spaces.values():
             if space.watch is not None:
                 space.watch.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await kit.tasks.end(self._task)
 
 
 class NodeWatch:

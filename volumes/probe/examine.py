@@ -275,6 +275,11 @@ def marks(size: int) -> list[tuple[int, int]]:
     return _inside(wanted, size)
 
 
+def marks_from(start: int, size: int) -> tuple[tuple[int, int], ...]:
+    """The marks of a device whose data begins at ``start`` of what lies below it."""
+    return tuple((start + at, length) for at, length in marks(size))
+
+
 def _ext_backups(size: int) -> list[int]:
     """Backup superblocks of ext2/3/4 with 1, 2, 4 and 64 KiB blocks: sparse_super's groups
     (1 and the powers of 3, 5 and 7) and the last one (sparse_super2)."""

@@ -13,6 +13,7 @@ import structlog
 
 import kit.errors
 import kit.line_worker
+import kit.tasks
 from kit import processes
 from volumes.probe.examine import Kind, Request, Verdict
 
@@ -103,12 +104,7 @@ class Prober:
             except processes.DeadlineError:  # the worker has abandoned its child
                 self._late[device] = cluster
                 found = self._timeout(device)
-            except (
-                kit.errors.AgentError,
-                OSError,
-                ValueError,
-                kit.line_worker.ChildError,
-            ) as error:
+            except kit.line_worker.FAILURES as error:
                 found = Verdict(Kind.UNREADABLE, device, where=f"no probe: {error}", errno=5)
                 await worker.close()
             else:
@@ -129,10 +125,8 @@ class Prober:
     async def close(self) -> None:
         """Abandon every child, without waiting for those that hang."""
         self._closed = True
-        devices, tasks = list(self._probes), list(self._probes.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        devices = list(self._probes)
+        await kit.tasks.end(*self._probes.values())
         # Their children were killed a moment ago; those that do not hang are reaped here.
         ends = (processes.settled(_about(each), processes.KILLED_SECONDS) for each in devices)
         await asyncio.gather(*ends)

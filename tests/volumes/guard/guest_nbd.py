@@ -53,7 +53,7 @@ async def attached(
     found = blockdev.identify(name)
     assert found is not None
     say(f"nbd volume {found.volume}")
-    (seen,) = (each for each in blockdev.scan(["nbd"]) if each.name == name)
+    (seen,) = (each for each in blockdev.Scans().scan(["nbd"]) if each.name == name)
     say(f"nbd image {seen.image and seen.image.name}")
     await until(
         "the ledger", lambda: (e := guard.executor.ledger.get(found.volume)) and e.type == "ext4"

@@ -17,7 +17,7 @@ import pytest
 
 import kit.child
 import kit.errors
-import kit.threads
+import kit.tasks
 from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
@@ -639,7 +639,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over, tries = threading.Event(), 8
-    monkeypatch.setattr(kit.threads, "STATE", kit.threads.Apart("the test's"))
+    monkeypatch.setattr(kit.tasks, "STATE", kit.tasks.Apart("the test's"))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     monkeypatch.setattr(steps, "SAVE_SECONDS", 0.01)
     monkeypatch.setattr(world.ledger, "put", lambda _: over.wait())

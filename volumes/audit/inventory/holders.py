@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linux import blockdev, mount_namespaces, mountinfo, procfs, syscalls
+from linux import blockdev, mount_namespaces, mountinfo, procfs, rbd_sysfs, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.node import raw_block
 
@@ -68,9 +68,8 @@ class Processes:
     def named(self, comm: str) -> list[int]:
         if self._by_name is None:
             self._by_name = {}
-            for pids in self.by_space.values():
-                for pid in pids:
-                    self._by_name.setdefault(self._read(pid, "comm"), []).append(pid)
+            for _, pid in self.each():
+                self._by_name.setdefault(self._read(pid, "comm"), []).append(pid)
         return self._by_name.get(comm, [])
 
     def _read(self, pid: int, file: str) -> str:
@@ -120,42 +119,35 @@ class Processes:
         Reads a link for every thread of the node.
         """
         found: dict[int, list[tuple[int, int]]] = {}
-        for space, pids in self.by_space.items():
-            for pid in pids:
+        for space, pid in self.each():
+            threads = rbd_sysfs.listed(f"{self._proc}/{pid}/task")
+            for thread in threads if len(threads) > 1 else ():
                 try:
-                    threads = os.listdir(f"{self._proc}/{pid}/task")
+                    own = self.space(f"{self._proc}/{pid}/task/{thread}/ns/mnt")
                 except OSError:
                     continue
-                if len(threads) < 2:
-                    continue
-                for thread in threads:
-                    try:
-                        own = self.space(f"{self._proc}/{pid}/task/{thread}/ns/mnt")
-                    except OSError:
-                        continue
-                    if own != space and own not in self.by_space:
-                        found.setdefault(own, []).append((pid, int(thread)))
+                if own != space and own not in self.by_space:
+                    found.setdefault(own, []).append((pid, int(thread)))
         return found
 
     def holding_descriptors(self, wanted: set[int]) -> dict[int, list[str]]:
         """Which descriptors hold these namespaces open: inode -> "fd N of pid P (comm)"."""
         found: dict[int, list[str]] = {}
-        for pids in self.by_space.values():
-            for pid in pids:
-                home = f"{self._proc}/{pid}/fd"
+        for _, pid in self.each():
+            home = f"{self._proc}/{pid}/fd"
+            for descriptor in rbd_sysfs.listed(home):
                 try:
-                    descriptors = os.listdir(home)
+                    link = os.readlink(f"{home}/{descriptor}")
                 except OSError:
                     continue
-                for descriptor in descriptors:
-                    try:
-                        link = os.readlink(f"{home}/{descriptor}")
-                    except OSError:
-                        continue
-                    if link.startswith("mnt:[") and int(link[5:-1]) in wanted:
-                        name = f"fd {descriptor} of pid {pid} ({self._read(pid, 'comm')})"
-                        found.setdefault(int(link[5:-1]), []).append(name)
+                if link.startswith("mnt:[") and int(link[5:-1]) in wanted:
+                    name = f"fd {descriptor} of pid {pid} ({self._read(pid, 'comm')})"
+                    found.setdefault(int(link[5:-1]), []).append(name)
         return found
+
+    def each(self) -> Iterator[tuple[int, int]]:
+        """Mount namespace and pid of each process."""
+        return ((space, pid) for space, pids in self.by_space.items() for pid in pids)
 
 
 def host_space(proc: str, candidates: Sequence[int | str]) -> int:
@@ -223,11 +215,7 @@ def _shows_kubelet(mount: mountinfo.Mount, kubelet: Place, inside: str) -> bool:
     if mount.device != kubelet.device:
         return False
     volumes = [inside, f"{inside}/pods", f"{inside}/plugins", f"{inside}/plugins/kubernetes.io"]
-    return any(_is_above(mount.root, path) for path in volumes)
-
-
-def _is_above(upper: str, path: str) -> bool:
-    return path == upper or path.startswith(upper.rstrip("/") + "/")
+    return any(mountinfo.within(path, mount.root) for path in volumes)
 
 
 class Relevant:
@@ -421,36 +409,31 @@ def users(
     servers = servers or {}
     place = syscalls.Statx(syscalls.TYPE)
     found: list[User] = []
-    for space, pids in processes.by_space.items():
-        for pid in pids:
-            ways: dict[blockdev.Number, list[str]] = {}
-            for name, path in _paths(proc, pid):
-                answer = place(path)
-                if answer is None:
-                    continue
-                on, node = answer.device, answer.node
-                if on in wanted:
-                    ways.setdefault(on, []).append(name)
-                if answer.is_block and node in wanted and servers.get(node) != pid:
-                    ways.setdefault(node, []).append(f"device {name}")
-            for number in _mapped(proc, pid, wanted):
-                ways.setdefault(number, []).append("map")
-            for number, names in ways.items():
-                owner = processes.owner(pid, host=space in host_spaces)
-                found.append(User(owner, number, tuple(names[:8]), space))
-                if len(found) >= _MOST_USERS:
-                    return found
+    for space, pid in processes.each():
+        ways: dict[blockdev.Number, list[str]] = {}
+        for name, path in _paths(proc, pid):
+            answer = place(path)
+            if answer is None:
+                continue
+            on, node = answer.device, answer.node
+            if on in wanted:
+                ways.setdefault(on, []).append(name)
+            if answer.is_block and node in wanted and servers.get(node) != pid:
+                ways.setdefault(node, []).append(f"device {name}")
+        for number in _mapped(proc, pid, wanted):
+            ways.setdefault(number, []).append("map")
+        for number, names in ways.items():
+            owner = processes.owner(pid, host=space in host_spaces)
+            found.append(User(owner, number, tuple(names[:8]), space))
+            if len(found) >= _MOST_USERS:
+                return found
     return found
 
 
 def _paths(proc: str, pid: int) -> list[tuple[str, str]]:
     home = f"{proc}/{pid}"
     paths = [(name, f"{home}/{name}") for name in ("cwd", "root", "exe")]
-    try:
-        paths += [(f"fd {fd}", f"{home}/fd/{fd}") for fd in os.listdir(f"{home}/fd")]
-    except OSError:
-        pass  # it ended
-    return paths
+    return paths + [(f"fd {fd}", f"{home}/fd/{fd}") for fd in rbd_sysfs.listed(f"{home}/fd")]
 
 
 def _mapped(proc: str, pid: int, wanted: set[blockdev.Number]) -> set[blockdev.Number]:

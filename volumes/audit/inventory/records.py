@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
-from linux import blockdev, mountinfo
+from linux import blockdev, mountinfo, rbd_sysfs
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
 
@@ -63,7 +63,7 @@ class Files:
 
     def names(self, path: str) -> list[str]:
         """Of a directory, sorted; empty when it is not there."""
-        value: list[str] = self._read(path, _names, [])
+        value: list[str] = self._read(path, lambda path: sorted(rbd_sysfs.listed(path)), [])
         return value
 
     def _read(self, path: str, read: Callable[[str], Any], missing: Any) -> Any:
@@ -91,13 +91,6 @@ def _json(path: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _names(path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError:
-        return []
-
-
 def _staged(kubelet: str, root: str, files: Files) -> Iterator[tuple[str, str]]:
     """(directory with vol_data.json, staging directory)."""
     base = f"{kubelet}/plugins/kubernetes.io/csi"
@@ -120,8 +113,8 @@ class _Devices:
             self.by_name.setdefault(device.name, device)
             for number in device.numbers:
                 self.by_number.setdefault(number, device)
-            if (image := device.image) is not None:
-                self.by_image.setdefault((image.pool, image.name, image.namespace), device)
+            if device.image is not None:
+                self.by_image.setdefault(device.image.key, device)
 
 
 def volumes(
@@ -142,7 +135,7 @@ def volumes(
     files = files or Files()
     if not quick:
         files.begin()
-    by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
+    by_target = {mount.target: mount for mount in host if mountinfo.within(mount.target, kubelet)}
     targets = sorted(by_target)
     publishes = _publishes(kubelet, root, by_target, files, quick)
     known = _Devices(devices)
@@ -323,10 +316,6 @@ def _at_or_below(targets: list[str], upper: str) -> list[str]:
     return exact + targets[first:last]
 
 
-def _below(path: str, upper: str) -> bool:
-    return path == upper or path.startswith(upper + "/")
-
-
 def _image(meta: dict[str, Any]) -> RbdImage | None:
     pool, name = meta.get("pool"), meta.get("image")
     if not isinstance(pool, str) or not isinstance(name, str) or not name:
@@ -347,4 +336,4 @@ def _device(
     noted = devices.by_name.get(os.path.basename(str(meta.get("device") or "")))
     if noted is not None or image is None:
         return noted
-    return devices.by_image.get((image.pool, image.name, image.namespace))
+    return devices.by_image.get(image.key)

@@ -241,7 +241,9 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     noted = records.raw(directory, devices, root=root, files=kept.files)
     nodes = _tmpfs_nodes(request.proc, root, processes, everything)
     no_records = ""
-    if kubelet is None and _needs_kubelet(request, processes):
+    # Not on a node without kubelet.
+    runs = processes is not None and any(processes.named(name) for name in procfs.KUBELETS)
+    if kubelet is None and (request.kubelet_set or runs):
         no_records = f"no kubelet directory at {request.kubelet}"
         gaps.append(f"{no_records}: mount it, or set kubelet.root_dir to its path")
     hidden = _hidden(processes)
@@ -380,13 +382,6 @@ def _tmpfs_nodes(
                 found.setdefault(number, []).append(mount.target)
                 break
     return found
-
-
-def _needs_kubelet(request: Request, processes: Processes | None) -> bool:
-    """Whether kubelet's directory must exist: not on a node without kubelet."""
-    if request.kubelet_set:
-        return True
-    return processes is not None and any(processes.named(name) for name in procfs.KUBELETS)
 
 
 def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:

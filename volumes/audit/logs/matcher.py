@@ -99,7 +99,8 @@ class Matcher:
         return rest
 
     def _take(self, data: bytes, end: int, lines: int) -> None:
-        allowed = self._allow(lines)
+        allowed = min(lines, int(self._lines.level))
+        self._lines.take(allowed)
         if allowed < lines:
             head = data[:end].split(b"\n", allowed)
             data = b"\n".join(head[:allowed]) + b"\n"
@@ -109,11 +110,6 @@ class Matcher:
         if end:
             self._search(data[:end])
 
-    def _allow(self, lines: int) -> int:
-        allowed = min(lines, int(self._lines.level))
-        self._lines.take(allowed)
-        return allowed
-
     def _search(self, data: bytes) -> None:
         done: set[tuple[int, str]] = set()
         for anchor, patterns in self._anchors.items():
@@ -122,7 +118,10 @@ class Matcher:
                 begin = data.rfind(b"\n", 0, at) + 1
                 end = data.find(b"\n", at)
                 text = data[begin : min(end, begin + _LONGEST_LINE)].decode("utf-8", "replace")
-                theirs = self._quotes and _is_quoted(text)
+                # It may be the text of whoever made a pod.
+                theirs = self._quotes and (
+                    text.startswith(_OF_A_VALUE) or _OF_CONTAINERS.search(text) is not None
+                )
                 for id, regex in () if theirs else patterns:
                     if (begin, id) not in done:
                         done.add((begin, id))
@@ -152,8 +151,3 @@ class Matcher:
         """The hits since the last flush."""
         hits, self._hits = self._hits, {}
         yield from hits.values()
-
-
-def _is_quoted(text: str) -> bool:
-    """Whether a line of a program may be the text of whoever made a pod."""
-    return text.startswith(_OF_A_VALUE) or _OF_CONTAINERS.search(text) is not None

@@ -5,56 +5,42 @@ flooding-log, and the findings that come straight from log lines (log-<pattern i
 from collections.abc import Iterator
 
 from volumes.audit.rules.base import Outcome, rule
-from volumes.audit.types import KERNEL, GuardView, LogHit, Scene, Severity, Trouble
+from volumes.audit.types import KERNEL, LogHit, Scene, Severity, Trouble
 
 LOG_PREFIX = "log-"
 _NO_GUARD = "the guard does not report its state"
 
 
-@rule(
-    "guard-not-enforcing", "the format guard is not in force on this node", Severity.WARNING, 60.0
-)
-def guard_not_enforcing(scene: Scene) -> Outcome:
+@rule("guard-not-enforcing", Severity.WARNING, 60.0)
+def guard_not_enforcing(scene: Scene) -> Outcome | list[Trouble]:
+    """The format guard is not in force on this node."""
     if scene.guard is None:
         return Outcome(unknown=_NO_GUARD)
     if scene.guard.enforcing:
         return Outcome()
     why = "; ".join(scene.guard.reasons) or "its mode is not enforce"
-    if scene.guard.only_reports:  # somebody's choice, not a fault
-        trouble = Trouble(
-            subject="guard",
-            severity=Severity.INFO,
-            message="the format guard only reports: its mode is dry-run, and no format is refused",
-            advice="when a week has passed without a finding 'format-would-be-denied', set "
-            "volumes.guard.mode to enforce",
-            evidence={"reasons": why},
-        )
-        return Outcome((trouble,))
-    trouble = Trouble(
-        subject="guard",
-        message=f"the format guard does not enforce: {why}",
-        advice="a failed probe can still end in mkfs on this node: see 'nodeagent volume guard "
-        "status' and set volumes.guard.mode to enforce",
-        evidence={"reasons": why},
+    severity, message = None, f"the format guard does not enforce: {why}"
+    advice = (
+        "a failed probe can still end in mkfs on this node: see 'nodeagent volume guard status' "
+        "and set volumes.guard.mode to enforce"
     )
-    return Outcome((trouble,))
+    if scene.guard.only_reports:  # somebody's choice, not a fault
+        severity = Severity.INFO
+        message = "the format guard only reports: its mode is dry-run, and no format is refused"
+        advice = (
+            "when a week has passed without a finding 'format-would-be-denied', set "
+            "volumes.guard.mode to enforce"
+        )
+    return [Trouble("guard", message, advice, severity=severity, evidence={"reasons": why})]
 
 
-@rule(
-    "ledger-mismatch",
-    "a volume does not hold the file system that it held before",
-    Severity.CRITICAL,
-    0.0,
-)
-def ledger_mismatch(scene: Scene) -> Outcome:
+@rule("ledger-mismatch", Severity.CRITICAL, 0.0)
+def ledger_mismatch(scene: Scene) -> Outcome | list[Trouble]:
+    """A volume does not hold the file system that it held before."""
     if scene.guard is None:
         return Outcome(unknown=_NO_GUARD)
-    return Outcome(tuple(_mismatches(scene.guard)))
-
-
-def _mismatches(guard: GuardView) -> Iterator[Trouble]:
-    for mismatch in guard.mismatches:
-        yield Trouble(
+    return [
+        Trouble(
             subject=mismatch.device,
             key=mismatch.image,
             device=mismatch.device,
@@ -66,19 +52,14 @@ def _mismatches(guard: GuardView) -> Iterator[Trouble]:
             "('nodeagent volume ledger --accept VOLUME')",
             evidence={"expected": mismatch.expected, "seen": mismatch.seen},
         )
+        for mismatch in scene.guard.mismatches
+    ]
 
 
-@rule(
-    "unread-log",
-    "a configured log cannot be read",
-    Severity.WARNING,
-    120.0,  # logs appear late after a boot, and are missing for moments during rotation
-)
-def unread_log(scene: Scene) -> Outcome:
-    return Outcome(tuple(_unread(scene)))
-
-
-def _unread(scene: Scene) -> Iterator[Trouble]:
+# Logs appear late after a boot, and are missing for moments during rotation.
+@rule("unread-log", Severity.WARNING, 120.0)
+def unread_log(scene: Scene) -> Iterator[Trouble]:
+    """A configured log cannot be read."""
     # The default sources fit most nodes, not all: k3s has no kubelet.service.
     chosen = "sources" in scene.settings.logs.model_fields_set
     for source, why in scene.unread_logs.items():
@@ -93,23 +74,18 @@ def _unread(scene: Scene) -> Iterator[Trouble]:
         )
 
 
-@rule(
-    "flooding-log", "a log has more different lines of trouble than are kept", Severity.WARNING, 0.0
-)
-def flooding_log(scene: Scene) -> Outcome:
-    return Outcome(
-        tuple(
-            Trouble(
-                subject=source,
-                message=f"log source {source} floods: more than {most} different lines of trouble; "
-                "findings are made of the gravest ones, then of those that came first",
-                advice="look at the log itself: one cause can make them all, or somebody writes "
-                "them. The findings of other logs are not touched",
-                evidence={"source": source, "kept": str(most)},
-            )
-            for source, most in scene.flooding_logs.items()
+@rule("flooding-log", Severity.WARNING, 0.0)
+def flooding_log(scene: Scene) -> Iterator[Trouble]:
+    """A log has more different lines of trouble than are kept."""
+    for source, most in scene.flooding_logs.items():
+        yield Trouble(
+            subject=source,
+            message=f"log source {source} floods: more than {most} different lines of trouble; "
+            "findings are made of the gravest ones, then of those that came first",
+            advice="look at the log itself: one cause can make them all, or somebody writes "
+            "them. The findings of other logs are not touched",
+            evidence={"source": source, "kept": str(most)},
         )
-    )
 
 
 def from_logs(scene: Scene) -> Iterator[tuple[str, LogHit, Trouble]]:

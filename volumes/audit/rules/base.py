@@ -5,7 +5,7 @@ made a Rule by one of three decorators, which also decide when the rule is ``unk
 
     @node_rule(...)      judge(scene, inventory): asked when the node could be scanned
     @cluster_rule(...)   judge(scene, view): asked once for each cluster that answered
-    @rule(...)           judge(scene) -> Outcome: decides everything itself
+    @rule(...)           judge(scene): decides everything itself; gives an Outcome, or Troubles
 
 To take effect it needs one line in ``volumes.audit.evaluate.RULES`` and a section in docs/audit.md.
 Invariant: a rule that could not see everything says ``unknown``; then none of its findings clear.
@@ -34,7 +34,7 @@ class Outcome:
     off: str = ""
 
 
-Judge = Callable[[Scene], Outcome]
+Judge = Callable[[Scene], Outcome | Iterable[Trouble]]
 NodeJudge = Callable[[Scene, Inventory], Iterable[Trouble]]
 ClusterJudge = Callable[[Scene, protocol.ClusterView], Iterable[Trouble]]
 
@@ -42,22 +42,26 @@ ClusterJudge = Callable[[Scene, protocol.ClusterView], Iterable[Trouble]]
 @dataclass(frozen=True)
 class AuditRule:
     name: str
-    summary: str  # one line for docs and the command line
     severity: Severity
     patience: float  # seconds a trouble must last before it becomes a finding
-    judge: Judge
+    judge: Callable[[Scene], Outcome]
 
 
-def rule(
-    name: str, summary: str, severity: Severity, patience: float
-) -> Callable[[Judge], AuditRule]:
+def rule(name: str, severity: Severity, patience: float) -> Callable[[Judge], AuditRule]:
     """A rule that decides by itself when it is unknown or off."""
-    return lambda judge: AuditRule(name, summary, severity, patience, judge)
+
+    def decorate(judge: Judge) -> AuditRule:
+        def judged(scene: Scene) -> Outcome:
+            found = judge(scene)
+            return found if isinstance(found, Outcome) else Outcome(tuple(found))
+
+        return AuditRule(name, severity, patience, judged)
+
+    return decorate
 
 
 def node_rule(
     name: str,
-    summary: str,
     severity: Severity,
     patience: float,
     *,
@@ -82,13 +86,13 @@ def node_rule(
                 unknown = f"not scanned: {gaps}"
             return Outcome(troubles, unknown=unknown)
 
-        return AuditRule(name, summary, severity, patience, judged)
+        return AuditRule(name, severity, patience, judged)
 
     return decorate
 
 
 def cluster_rule(
-    name: str, summary: str, severity: Severity, patience: float, *, commands: tuple[str, ...]
+    name: str, severity: Severity, patience: float, *, commands: tuple[str, ...]
 ) -> Callable[[ClusterJudge], AuditRule]:
     """A rule about each cluster: unknown while a cluster does not answer, or forbids the agent's
     key one of the ``commands`` that the rule relies on."""
@@ -104,6 +108,6 @@ def cluster_rule(
                 unknown += view.refused(commands)
             return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
-        return AuditRule(name, summary, severity, patience, judged)
+        return AuditRule(name, severity, patience, judged)
 
     return decorate

@@ -33,14 +33,9 @@ _MESSENGER_MODE = re.compile(r"ms_mode=([\w-]+)")
 # -- ceph-version-skew -------------------------------------------------------------------------
 
 
-@cluster_rule(
-    "ceph-version-skew",
-    "versions of the cluster and of this node's client do not match",
-    Severity.WARNING,
-    0.0,
-    commands=("versions",),
-)
+@cluster_rule("ceph-version-skew", Severity.WARNING, 0.0, commands=("versions",))
 def version_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    """Versions of the cluster and of this node's client do not match."""
     daemons: dict[str, list[str]] = {}
     for entry in view.versions:
         daemons.setdefault(_number(entry.version), []).append(f"{entry.count} {entry.kind}")
@@ -102,12 +97,12 @@ def _fits(actual: str, expected: str) -> bool:
 
 @cluster_rule(
     "ceph-feature-skew",
-    "a client lacks features that the cluster or an image requires",
     Severity.WARNING,
     0.0,
     commands=("features", "osd get-require-min-compat-client"),
 )
 def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    """A client lacks features that the cluster or an image requires."""
     needed = _RELEASES.get(view.min_client)
     for group in view.features if needed is not None else ():
         have = _RELEASES.get(group.release)
@@ -126,7 +121,7 @@ def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
         return
     for device in scene.devices_in(view):
         assert device.image is not None
-        image = view.image(device.image.pool, device.image.namespace, device.image.name)
+        image = view.image(*device.image.key)
         missing = image.features & ~inventory.supported_features if image else 0
         if device.client and missing:
             names = [_IMAGE_FEATURES[bit] if bit < len(_IMAGE_FEATURES) else str(bit)
@@ -149,8 +144,9 @@ def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
 # -- clock-skew ---------------------------------------------------------------------------------
 
 
-@rule("clock-skew", "this node's clock is not synchronised", Severity.INFO, 60.0)
+@rule("clock-skew", Severity.INFO, 60.0)
 def clock_skew(scene: Scene) -> Outcome:
+    """This node's clock is not synchronised."""
     if scene.clock is None:
         return Outcome(unknown="the kernel's clock state cannot be read")
     if scene.clock.synchronised:
@@ -169,13 +165,9 @@ def clock_skew(scene: Scene) -> Outcome:
 # -- mtu-mismatch, messenger-mode --------------------------------------------------------------
 
 
-@rule(
-    "mtu-mismatch",
-    "the network cannot carry packets of this node's size to a monitor",
-    Severity.WARNING,
-    0.0,
-)
+@rule("mtu-mismatch", Severity.WARNING, 0.0)
 def mtu_mismatch(scene: Scene) -> Outcome:
+    """The network cannot carry packets of this node's size to a monitor."""
     if not scene.clusters:
         return Outcome(off=NO_CLUSTER)
     troubles = []
@@ -224,14 +216,9 @@ def _why_no_path(view: protocol.ClusterView | str) -> str:
     return "the kernel has no route to any of its monitors"
 
 
-@cluster_rule(
-    "messenger-mode",
-    "a mapping uses a protocol that the cluster no longer offers",
-    Severity.WARNING,
-    0.0,
-    commands=("mon dump",),
-)
+@cluster_rule("messenger-mode", Severity.WARNING, 0.0, commands=("mon dump",))
 def messenger_mode(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    """A mapping uses a protocol that the cluster no longer offers."""
     if not (view.monitors_v1 or view.monitors_v2):
         return
     for device in scene.devices_in(view):

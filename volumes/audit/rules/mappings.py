@@ -28,14 +28,9 @@ ByImage = dict[tuple[str, str, str], list[blockdev.BlockDevice]]  # by pool, nam
 # -- mapped-unmounted --------------------------------------------------------------------------
 
 
-@node_rule(
-    MAPPED_UNMOUNTED,
-    "a device stays mapped although nothing uses it",
-    Severity.WARNING,
-    300.0,
-    records=True,
-)
+@node_rule(MAPPED_UNMOUNTED, Severity.WARNING, 300.0, records=True)
 def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A device stays mapped although nothing uses it."""
     if inventory.no_records:
         return  # the advice to unmap would be wrong for a volume that a pod is waiting for
     for device in inventory.devices:
@@ -84,8 +79,9 @@ def is_idle(inventory: Inventory, device: blockdev.BlockDevice) -> bool:
 # -- unmap-failing -----------------------------------------------------------------------------
 
 
-@node_rule("unmap-failing", "a device cannot be unmapped", Severity.WARNING, 0.0)
+@node_rule("unmap-failing", Severity.WARNING, 0.0)
 def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A device cannot be unmapped."""
     seen = set()
     for device, hit in failing_unmaps(scene, inventory):
         subject = device.name if device else hit.image or hit.device or "unknown device"
@@ -138,10 +134,9 @@ def _device_of(inventory: Inventory, hit: LogHit) -> blockdev.BlockDevice | None
 # -- mapped-twice ------------------------------------------------------------------------------
 
 
-@node_rule(
-    "mapped-twice", "one image is mapped more than once on this node", Severity.CRITICAL, 2.0
-)
+@node_rule("mapped-twice", Severity.CRITICAL, 2.0)
 def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """One image is mapped more than once on this node."""
     groups: dict[str, list[blockdev.BlockDevice]] = {}
     for device in (*inventory.devices, *inventory.related):
         for content in contents(device):
@@ -171,13 +166,10 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
 # -- mapped-elsewhere --------------------------------------------------------------------------
 
 
-@rule(
-    MAPPED_ELSEWHERE,
-    "another client has an image open for writing that is mapped here",
-    Severity.CRITICAL,
-    30.0,  # a volume that moves to this node keeps its old watcher for up to 30 s
-)
+# A volume that moves to this node keeps its old watcher for up to 30 s.
+@rule(MAPPED_ELSEWHERE, Severity.CRITICAL, 30.0)
 def mapped_elsewhere(scene: Scene) -> Outcome:
+    """Another client has an image open for writing that is mapped here."""
     if scene.inventory is None or scene.blind:
         return Outcome(unknown=scene.blind or NOT_SCANNED)
     if not scene.clusters:
@@ -202,7 +194,7 @@ def _by_image(scene: Scene, view: protocol.ClusterView) -> ByImage:
     for device in scene.devices_in(view):
         image = device.image
         if image is not None and not image.snapshot:
-            found.setdefault((image.pool, image.namespace, image.name), []).append(device)
+            found.setdefault(image.key, []).append(device)
     return found
 
 
@@ -266,13 +258,10 @@ def _other_writers(
 
 
 @cluster_rule(
-    "blocklisted-client",
-    "the cluster refuses the I/O of a mapping on this node",
-    Severity.CRITICAL,
-    0.0,
-    commands=("osd blocklist ls", "osd blacklist ls"),
+    "blocklisted-client", Severity.CRITICAL, 0.0, commands=("osd blocklist ls", "osd blacklist ls")
 )
 def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    """The cluster refuses the I/O of a mapping on this node."""
     for device in scene.devices_in(view):
         address = _address(scene, view, device)
         hit = next((e for e in view.blocklist if address and is_listed(address, e)), None)
@@ -295,10 +284,7 @@ def _address(scene: Scene, view: protocol.ClusterView, device: blockdev.BlockDev
     """The address of the device's Ceph client; for silent drivers that of its last only watcher."""
     if device.client and device.client.address:
         return device.client.address
-    image = device.image
-    if image is None:
-        return ""
-    return scene.watched_by.get((view.name, image.pool, image.namespace, image.name), "")
+    return scene.watched_by.get((view.name, *device.image.key), "") if device.image else ""
 
 
 def is_listed(address: str, entry: str) -> bool:
@@ -336,14 +322,9 @@ def _in_range(address: str, entry: str) -> bool:
 # -- read-only-claim ---------------------------------------------------------------------------
 
 
-@node_rule(
-    "read-only-claim",
-    "a volume that is only read is mapped read-write",
-    Severity.INFO,
-    30.0,
-    records=True,
-)
+@node_rule("read-only-claim", Severity.INFO, 30.0, records=True)
 def read_only_claim(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A volume that is only read is mapped read-write."""
     for device in inventory.devices:
         places = inventory.on_host(device)
         if device.read_only or not places:

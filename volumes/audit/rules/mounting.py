@@ -29,14 +29,10 @@ _HOST_PATHS = ("/kubernetes.io/csi/", "/volumes/kubernetes.io~")
 # -- leaked-mount ------------------------------------------------------------------------------
 
 
-@node_rule(
-    LEAKED_MOUNT,
-    "a device is in use, but the host no longer has it mounted",
-    Severity.CRITICAL,
-    1.5,  # container runtimes pass through such a state for moments
-    namespaces=True,
-)
+# Container runtimes pass through such a state for moments.
+@node_rule(LEAKED_MOUNT, Severity.CRITICAL, 1.5, namespaces=True)
 def leaked_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A device is in use, but the host no longer has it mounted."""
     for device in inventory.devices:
         if not is_leaked(inventory, device):
             continue
@@ -229,14 +225,9 @@ def _user_trouble(device: blockdev.BlockDevice, user: User, message: str, advice
 # -- busy-mount --------------------------------------------------------------------------------
 
 
-@node_rule(
-    "busy-mount",
-    "a process has files open on a volume that should be unmounted",
-    Severity.WARNING,
-    2.0,
-    records=True,
-)
+@node_rule("busy-mount", Severity.WARNING, 2.0, records=True)
 def busy_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A process has files open on a volume that should be unmounted."""
     for device in busy_suspects(scene, inventory):
         volume = inventory.volume_of(device)
         where = inventory.on_host(device)[0].target
@@ -286,15 +277,10 @@ def _left_over(inventory: Inventory, device: blockdev.BlockDevice) -> Volume | N
 # -- private-propagation -----------------------------------------------------------------------
 
 
-@node_rule(
-    "private-propagation",
-    "a container sees the host's volume directories but does not receive unmounts",
-    Severity.WARNING,
-    15.0,  # container runtimes use private mounts while a container starts
-    records=True,
-    namespaces=True,
-)
+# Container runtimes use private mounts while a container starts.
+@node_rule("private-propagation", Severity.WARNING, 15.0, records=True, namespaces=True)
 def private_propagation(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A container sees the host's volume directories but does not receive unmounts."""
     kubelet = inventory.kubelet
     if kubelet is None:
         return
@@ -332,14 +318,9 @@ def private_propagation(scene: Scene, inventory: Inventory) -> Iterator[Trouble]
 # -- host-mount-options ------------------------------------------------------------------------
 
 
-@node_rule(
-    "host-mount-options",
-    "a host mount lacks required options",
-    Severity.WARNING,
-    10.0,
-    records=True,
-)
+@node_rule("host-mount-options", Severity.WARNING, 10.0, records=True)
 def host_mount_options(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A host mount lacks required options."""
     kubelet = inventory.kubelet
     if kubelet is not None and kubelet.propagation != "shared":
         yield Trouble(

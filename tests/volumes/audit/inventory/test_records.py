@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from linux import blockdev, mountinfo
+from linux import blockdev, mountinfo, rbd_sysfs
 from volumes.audit.inventory import records
 
 
@@ -101,13 +101,13 @@ def test_quick_scan_forgets_nothing_of_a_whole_one(
     home.mkdir(parents=True)
     _write(home, "handle")
     listed: list[str] = []
-    real = records._names
+    real = rbd_sysfs.listed
 
     def listing(path: str) -> list[str]:
         listed.append(path)
         return real(path)
 
-    monkeypatch.setattr(records, "_names", listing)
+    monkeypatch.setattr(rbd_sysfs, "listed", listing)
     monkeypatch.setattr(records, "_SETTLED_SECONDS", -60.0)
     files = records.Files()
 

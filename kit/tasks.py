@@ -1,4 +1,4 @@
-"""Threads that are kept apart from the loop's own few.
+"""Tasks and threads: how they are waited for and ended, and threads apart from the loop's own few.
 
 ``asyncio.to_thread`` has a few threads for the whole process. A call that hangs on a disk keeps one
 of them, whatever deadline its caller has, and after a few such calls nothing of any room runs.
@@ -15,6 +15,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 0.5
+
+
+async def until(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for the event, at most so long (None: for ever). Whether it came."""
+    try:
+        async with asyncio.timeout(seconds):  # wait_for can lose a cancel
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel them, and wait until they have ended, however they do."""
+    there = [task for task in tasks if task is not None]
+    for task in there:
+        task.cancel()
+    await asyncio.gather(*there, return_exceptions=True)
 
 
 class Apart:
