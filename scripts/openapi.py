@@ -126,8 +126,7 @@ def models() -> dict[str, Schema]:
         if "description" in schema:
             schema["description"] = schema["description"].replace("``", "`")
         for field, text in pages.comments(model).items():
-            if (shown := schema["properties"].get(field)) is None:
-                continue  # a local variable of a method
+            shown = schema["properties"][field]
             shown.pop("default", None)
             if text:
                 shown["description"] = text.replace("``", "`")
