@@ -14,10 +14,7 @@ from preheat.registry import estimate
 # Preheating's part of the status page: each image, what it waits for, and the disk.
 
 MOST_ROWS = 200
-_TONES = {
-    **dict.fromkeys(("ready",), "good"),
-    **dict.fromkeys(("failed", "refused", "skipped"), "bad"),
-}
+_TONES = {"ready": "good", "failed": "bad", "refused": "bad", "skipped": "bad"}
 
 _EMPTY = (
     "No image yet. Name one in the settings (preheat.images), make an ImageSet in the cluster, or "
@@ -47,16 +44,14 @@ def sections(preheat: Preheat) -> Sequence[PageSection]:
 def _row(row: status.Status) -> Sequence[Cell]:
     size = kit.units.format_size
     kept = f"pinned, {row.by}" if row.pinned else f"not pinned, {row.by}"
-    fetched = [Cell(f"{size(row.bytes_done)} of {size(row.bytes_total)}")]
-    if row.bytes_per_second and row.state == "pulling":
-        fetched.append(Cell(f"{size(row.bytes_per_second)}/s"))
+    pulls = row.bytes_per_second and row.state == "pulling"
     return (
         Cell(row.ref, style="strong", below=[Cell(row.digest[:19], style="code")]),
         Cell(row.state, tone=_TONES.get(row.state, "mid"), below=[Cell(kept)]),
         Cell(
-            fetched[0].text,
+            f"{size(row.bytes_done)} of {size(row.bytes_total)}",
             progress=(row.bytes_done, max(row.bytes_total, 1)),
-            below=fetched[1:],
+            below=[Cell(f"{size(row.bytes_per_second)}/s")] if pulls else [],
         ),
         Cell(below=[Cell(row.reason)] if row.reason else []),
     )

@@ -299,32 +299,20 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         advice = "check that it runs and that preheat.socket is its socket; pins stay in place"
         find(Severity.CRITICAL, "runtime", "container runtime", reconciler.trouble, advice)
     if runtime.connection.breaker.rests > SHORT_REST_SECONDS:
-        find(
-            Severity.CRITICAL,
-            "breaker",
-            "container runtime",
-            "it went away after changing calls; the agent sends no more for "
-            f"{runtime.connection.breaker.rests:.0f} s",
-            "look for a panic in its log, and report it with the agent's log",
-        )
+        rests = runtime.connection.breaker.rests
+        text = f"it went away after changing calls; the agent sends no more for {rests:.0f} s"
+        advice = "look for a panic in its log, and report it with the agent's log"
+        find(Severity.CRITICAL, "breaker", "container runtime", text, advice)
     for ref in reconciler.healer.fights:
-        find(
-            Severity.WARNING,
-            "gc-fight",
-            ref,
-            "the image is pinned, but somebody removes it more often than the agent restores it",
-            "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
-            "--prune), or release it with 'nodeagent image unpin REF'",
-        )
+        text = "the image is pinned, but somebody removes it more often than the agent restores it"
+        advice = "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
+        advice += "--prune), or release it with 'nodeagent image unpin REF'"
+        find(Severity.WARNING, "gc-fight", ref, text, advice)
     for trouble in reconciler.durability.troubles.values():
         if trouble.attempts >= PATIENCE:
-            find(
-                Severity.WARNING,
-                "power-cut",
-                trouble.ref,
-                f"a power cut may have damaged its files, and {trouble.text}",
-                "remove the containers of the image; it is then unpacked again within the hour",
-            )
+            text = f"a power cut may have damaged its files, and {trouble.text}"
+            advice = "remove the containers of the image; it is then unpacked again within the hour"
+            find(Severity.WARNING, "power-cut", trouble.ref, text, advice)
     for row in images(reconciler):
         lasting = row.retry_at is None or row.failure_kind in ("bad_image", "incomplete")
         if row.state == "failed" and (row.attempts >= PATIENCE or lasting):
@@ -338,22 +326,14 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         evidence = {"need": str(row.bytes_missing), "kind": row.failure_kind}
         find(Severity.WARNING, rule, row.ref, row.reason, advice, **evidence)
     if newer := reconciler.snapshot.inventory.newer_holds:
-        find(
-            Severity.WARNING,
-            "newer-holds",
-            "container runtime",
-            f"{newer} leases are of a newer agent; they stay and keep their images",
-            "run that version; or delete them with 'ctr -n k8s.io leases rm'",
-        )
+        text = f"{newer} leases are of a newer agent; they stay and keep their images"
+        advice = "run that version; or delete them with 'ctr -n k8s.io leases rm'"
+        find(Severity.WARNING, "newer-holds", "container runtime", text, advice)
     if runtime.honours_pins is False and reconciler.snapshot.pinned:
-        find(
-            Severity.INFO,
-            "pin-not-honoured",
-            reconciler.version,
-            "this runtime does not tell the kubelet which images are pinned: garbage "
-            "collection removes pinned images, and the agent heals them",
-            "no action is needed; containerd 1.6.22, 1.7.3 and newer tell the kubelet",
-        )
+        text = "this runtime does not tell the kubelet which images are pinned: garbage "
+        text += "collection removes pinned images, and the agent heals them"
+        advice = "no action is needed; containerd 1.6.22, 1.7.3 and newer tell the kubelet"
+        find(Severity.INFO, "pin-not-honoured", reconciler.version, text, advice)
     return found
 
 

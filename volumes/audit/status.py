@@ -15,6 +15,7 @@ from volumes.audit.types import cluster_of
 
 _ORDER = {Severity.CRITICAL: 0, Severity.WARNING: 1, Severity.INFO: 2}
 _LAST_ACTIONS = 20
+DeviceState = Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class AuditDevice:
     read_only: bool
     image: str  # pool/image@snapshot
     backing: str
-    state: Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]
+    state: DeviceState
     file_systems: Sequence[str]
     targets: Sequence[str]
     volume: str
@@ -97,9 +98,7 @@ def _device(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) ->
     )
 
 
-def _state(
-    inventory: Inventory, device: blockdev.BlockDevice
-) -> Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]:
+def _state(inventory: Inventory, device: blockdev.BlockDevice) -> DeviceState:
     if inventory.on_host(device):
         return "mounted"
     if inventory.elsewhere(device) or device.active:

@@ -33,39 +33,29 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
 
     force = guard.in_force
     for problem in force.problems():
-        yield finding(
-            "guard-not-in-force",
-            problem,
-            "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
-            of=problem[:40],
-            severity=Severity.CRITICAL,
-        )
+        advice = "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md"
+        yield finding("guard-not-in-force", problem, advice, problem[:40], Severity.CRITICAL)
     if force.proof.startswith("unknown") and force.proof_tried:
-        yield finding(
-            "guard-unproven",
-            f"whether the guard is in force could not be tried: {force.proof}",
-            "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
-        )
+        message = f"whether the guard is in force could not be tried: {force.proof}"
+        advice = "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev"
+        yield finding("guard-unproven", message, advice)
     if force.came_late:
-        yield finding(
-            "guard-attached-late",
+        message = (
             f"nothing guarded this node when the agent started, and {force.came_late} devices "
-            "were attached",
-            "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
-            # In dry-run nothing would have been refused either.
-            severity=Severity.WARNING
-            if force.wanted_mode() is kernel.Mode.ENFORCE
-            else Severity.INFO,
         )
+        message += "were attached"
+        advice = "Attach the guard before kubelet starts (docs/guard.md, Deployment)"
+        # In dry-run nothing would have been refused either.
+        enforced = force.wanted_mode() is kernel.Mode.ENFORCE
+        severity = Severity.WARNING if enforced else Severity.INFO
+        yield finding("guard-attached-late", message, advice, severity=severity)
     present, kernels = force.present, force.guard
     attached = present if present is not None and present.attached else None
     if attached is not None and not attached.pinned:
-        yield finding(
-            "guard-not-pinned",
-            "the guard has no names in a bpf file system"
-            + (f" ({kernels.no_watch})" if kernels is not None else ""),
-            "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
-        )
+        message = "the guard has no names in a bpf file system"
+        message += f" ({kernels.no_watch})" if kernels is not None else ""
+        advice = "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod"
+        yield finding("guard-not-pinned", message, advice)
     elif attached is not None and kernels is not None and kernels.no_watch:
         yield finding(
             "leases-outlive-disks",
