@@ -596,10 +596,8 @@ def metrics(
     text = "Bytes that scrubs have read from the store."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
     yield from _scrub_metrics(datasets)
-    hanging = kit.processes.hanging()
-    yield gauge(
-        "children_abandoned", "Processes that hang in the kernel after their deadline.", hanging
-    )
+    text = "Processes that hang in the kernel after their deadline."
+    yield gauge("children_abandoned", text, kit.processes.hanging())
 
 
 def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:

@@ -57,13 +57,11 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
         advice = "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod"
         yield finding("guard-not-pinned", message, advice)
     elif attached is not None and kernels is not None and kernels.no_watch:
-        yield finding(
-            "leases-outlive-disks",
-            "the kernel does not end the lease of a number that a new disk gets "
-            f"({kernels.no_watch})",
-            "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
-            "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
-        )
+        message = "the kernel does not end the lease of a number that a new disk gets "
+        message += f"({kernels.no_watch})"
+        advice = "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel "
+        advice += "with CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk"
+        yield finding("leases-outlive-disks", message, advice)
     if (change := force.memory.override) is not None:
         yield finding(
             "guard-overridden",
@@ -89,26 +87,20 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
 
 
 def _of_witness(witness: Witness) -> Iterator[Finding]:
+    def finding(rule: str, message: str, advice: str) -> Finding:
+        return Finding(rule, rule, Severity.WARNING, "API server", message, advice)
+
     if witness.trouble:
-        yield Finding(
-            "witness-silent",
-            "witness-silent",
-            Severity.WARNING,
-            "API server",
-            f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused for "
-            f"{witness.settings.outage:g}s, then the guard decides without its PersistentVolume",
-            "See docs/guard.md for the rights that the agent needs, and the section kubernetes",
-        )
+        message = f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused "
+        message += f"for {witness.settings.outage:g}s, then the guard decides without its "
+        message += "PersistentVolume"
+        advice = "See docs/guard.md for the rights that the agent needs, and the section kubernetes"
+        yield finding("witness-silent", message, advice)
     if witness.mark_trouble:
-        yield Finding(
-            "volumes-not-marked",
-            "volumes-not-marked",
-            Severity.WARNING,
-            "API server",
-            f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}",
-            "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others are "
-            "read and kept to all the same",
-        )
+        message = f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}"
+        advice = "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others "
+        advice += "are read and kept to all the same"
+        yield finding("volumes-not-marked", message, advice)
 
 
 def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
@@ -143,19 +135,13 @@ def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
             "knows",
         )
     elif seen is not None and seen.verdict is Kind.UNREADABLE:
-        yield finding(
-            "volume-unreadable",
-            Severity.WARNING,
-            f"{device.title} cannot be read: {seen}",
-            "See the kernel's log and the cluster's health",
-        )
+        message = f"{device.title} cannot be read: {seen}"
+        advice = "See the kernel's log and the cluster's health"
+        yield finding("volume-unreadable", Severity.WARNING, message, advice)
     if hanging or (seen is not None and seen.verdict is Kind.TIMEOUT):
-        yield finding(
-            "probe-hangs",
-            Severity.WARNING,
-            f"{device.title} does not answer reads; its probe was abandoned",
-            "Check its backend; processes that use it hang in the kernel",
-        )
+        message = f"{device.title} does not answer reads; its probe was abandoned"
+        advice = "Check its backend; processes that use it hang in the kernel"
+        yield finding("probe-hangs", Severity.WARNING, message, advice)
 
 
 def describe_kernel(present: kernel.Present) -> dict[str, Any]:
