@@ -143,10 +143,10 @@ async def _set_mode(volumes: Volumes, request: Request) -> Json:
     return await volumes.set_mode(mode, by, reason)
 
 
-def _with_texts(method: Callable[..., Awaitable[Json]], *names: str) -> Handler:
+def _with_texts(method: Callable[..., Awaitable[Any]], *names: str) -> Handler:
     """Calls the component's ``method`` with these fields of the body."""
 
-    async def handler(volumes: Volumes, request: Request) -> Json:
+    async def handler(volumes: Volumes, request: Request) -> Any:
         return await method(volumes, *_texts(request, *names))
 
     return handler
@@ -159,7 +159,7 @@ _allow_format = _with_texts(Volumes.allow_format, "device", "volume", "reason", 
 
 
 async def _ledger(volumes: Volumes, _: Request) -> Json:
-    return {"volumes": volumes.ledger()}
+    return {"volumes": volumes.guard.executor.ledger.entries()}
 
 
 # --- audit

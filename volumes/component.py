@@ -1,7 +1,6 @@
 """The running volumes room: the format guard and the audit."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from volumes.audit import service
 from volumes.audit.inventory import records
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override, status
+from volumes.ledger.store import Entry
 from volumes.ledger.witness import VolumeClaim, Witness
 from volumes.node import watch
 from volumes.probe.examine import Kind
@@ -150,12 +150,9 @@ class Volumes:
         found = await self.guard.manager.checks.prober.probe(device.path, device.encrypts)
         return status.describe_probe(device, found, self.guard.executor.ledger.get(device.volume))
 
-    def ledger(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(each) for each in self.guard.executor.ledger.entries()]
-
-    async def accept(self, volume: str, by: str) -> dict[str, Any]:
+    async def accept(self, volume: str, by: str) -> Entry:
         await self._note("accept", by, "", volume=volume)
-        return dataclasses.asdict(await self.guard.manager.accept(volume, by))
+        return await self.guard.manager.accept(volume, by)
 
     async def allow_format(self, path: str, volume: str, reason: str, by: str) -> dict[str, Any]:
         if not reason.strip():

@@ -33,47 +33,35 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
 
     force = guard.in_force
     for problem in force.problems():
-        yield finding(
-            "guard-not-in-force",
-            problem,
-            "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
-            of=problem[:40],
-            severity=Severity.CRITICAL,
-        )
+        advice = "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md"
+        yield finding("guard-not-in-force", problem, advice, problem[:40], Severity.CRITICAL)
     if force.proof.startswith("unknown") and force.proof_tried:
-        yield finding(
-            "guard-unproven",
-            f"whether the guard is in force could not be tried: {force.proof}",
-            "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
-        )
+        message = f"whether the guard is in force could not be tried: {force.proof}"
+        advice = "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev"
+        yield finding("guard-unproven", message, advice)
     if force.came_late:
-        yield finding(
-            "guard-attached-late",
+        message = (
             f"nothing guarded this node when the agent started, and {force.came_late} devices "
-            "were attached",
-            "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
-            # In dry-run nothing would have been refused either.
-            severity=Severity.WARNING
-            if force.wanted_mode() is kernel.Mode.ENFORCE
-            else Severity.INFO,
         )
+        message += "were attached"
+        advice = "Attach the guard before kubelet starts (docs/guard.md, Deployment)"
+        # In dry-run nothing would have been refused either.
+        enforced = force.wanted_mode() is kernel.Mode.ENFORCE
+        severity = Severity.WARNING if enforced else Severity.INFO
+        yield finding("guard-attached-late", message, advice, severity=severity)
     present, kernels = force.present, force.guard
     attached = present if present is not None and present.attached else None
     if attached is not None and not attached.pinned:
-        yield finding(
-            "guard-not-pinned",
-            "the guard has no names in a bpf file system"
-            + (f" ({kernels.no_watch})" if kernels is not None else ""),
-            "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
-        )
+        message = "the guard has no names in a bpf file system"
+        message += f" ({kernels.no_watch})" if kernels is not None else ""
+        advice = "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod"
+        yield finding("guard-not-pinned", message, advice)
     elif attached is not None and kernels is not None and kernels.no_watch:
-        yield finding(
-            "leases-outlive-disks",
-            "the kernel does not end the lease of a number that a new disk gets "
-            f"({kernels.no_watch})",
-            "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
-            "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
-        )
+        message = "the kernel does not end the lease of a number that a new disk gets "
+        message += f"({kernels.no_watch})"
+        advice = "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel "
+        advice += "with CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk"
+        yield finding("leases-outlive-disks", message, advice)
     if (change := force.memory.override) is not None:
         yield finding(
             "guard-overridden",
@@ -99,26 +87,20 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
 
 
 def _of_witness(witness: Witness) -> Iterator[Finding]:
+    def finding(rule: str, message: str, advice: str) -> Finding:
+        return Finding(rule, rule, Severity.WARNING, "API server", message, advice)
+
     if witness.trouble:
-        yield Finding(
-            "witness-silent",
-            "witness-silent",
-            Severity.WARNING,
-            "API server",
-            f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused for "
-            f"{witness.settings.outage:g}s, then the guard decides without its PersistentVolume",
-            "See docs/guard.md for the rights that the agent needs, and the section kubernetes",
-        )
+        message = f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused "
+        message += f"for {witness.settings.outage:g}s, then the guard decides without its "
+        message += "PersistentVolume"
+        advice = "See docs/guard.md for the rights that the agent needs, and the section kubernetes"
+        yield finding("witness-silent", message, advice)
     if witness.mark_trouble:
-        yield Finding(
-            "volumes-not-marked",
-            "volumes-not-marked",
-            Severity.WARNING,
-            "API server",
-            f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}",
-            "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others are "
-            "read and kept to all the same",
-        )
+        message = f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}"
+        advice = "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others "
+        advice += "are read and kept to all the same"
+        yield finding("volumes-not-marked", message, advice)
 
 
 def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
@@ -153,19 +135,13 @@ def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
             "knows",
         )
     elif seen is not None and seen.verdict is Kind.UNREADABLE:
-        yield finding(
-            "volume-unreadable",
-            Severity.WARNING,
-            f"{device.title} cannot be read: {seen}",
-            "See the kernel's log and the cluster's health",
-        )
+        message = f"{device.title} cannot be read: {seen}"
+        advice = "See the kernel's log and the cluster's health"
+        yield finding("volume-unreadable", Severity.WARNING, message, advice)
     if hanging or (seen is not None and seen.verdict is Kind.TIMEOUT):
-        yield finding(
-            "probe-hangs",
-            Severity.WARNING,
-            f"{device.title} does not answer reads; its probe was abandoned",
-            "Check its backend; processes that use it hang in the kernel",
-        )
+        message = f"{device.title} does not answer reads; its probe was abandoned"
+        advice = "Check its backend; processes that use it hang in the kernel"
+        yield finding("probe-hangs", Severity.WARNING, message, advice)
 
 
 def describe_kernel(present: kernel.Present) -> dict[str, Any]:
