@@ -146,7 +146,9 @@ class Cache:
         self._watching = asyncio.create_task(self.watch.follow(), name="store watch")
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
         self._minders.append(asyncio.create_task(self.scrubber.follow(), name="scrub"))
-        self._minders.append(asyncio.create_task(compare.follow(self.datasets), name="compare"))
+        self._minders.append(
+            asyncio.create_task(compare.Comparer(self.datasets).follow(), name="compare")
+        )
 
     async def _prepare_views(self) -> None:
         """HostError, OSError."""

@@ -18,14 +18,14 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 65_177,
-    "modules": 287,
+    "lines of the product": 65_037,
+    "modules": 286,
     "modules at the top of cache": 9,
     "modules at the top of preheat": 8,
     "modules at the top of volumes": 8,
     "class names with several meanings": 34,
-    "writes to a dataset from outside its module": 54,
-    "modules that write to a dataset": 10,
+    "writes to a dataset from outside its module": 49,
+    "modules that write to a dataset": 9,
     f"functions with {PARAMETERS} parameters or more": 40,
     "settings (leaves of docs/settings.md)": 142,
 }
@@ -35,17 +35,16 @@ ATTRIBUTES, METHODS = 15, 20  # of a class, at most; values that never change ar
 # a frozen state; the bindings have one method for each call of what they bind.
 LARGER = {
     "cache/component.py:Cache": (37, 30),
-    "cache/dataset/dataset.py:Dataset": (56, 58),
+    "cache/dataset/dataset.py:Dataset": (55, 51),
     "cache/dataset/due.py:Due": (13, 22),
     "cache/dataset/succession.py:Succession": (13, 36),
     "cache/fill/fill.py:FillPass": (20, 34),
-    "cache/fill/large_files.py:LargeFiles": (9, 21),
-    "cache/fill/verify.py:VerifyPass": (19, 21),
-    "cache/fill/worker.py:Worker": (17, 27),
+    "cache/fill/verify.py:VerifyPass": (19, 20),
+    "cache/fill/worker.py:Worker": (17, 26),
     "cache/space/budgets.py:Budgets": (18, 20),
     "cache/store/index.py:Index": (1, 57),
-    "cache/work/jobs.py:Jobs": (13, 28),
-    "kube/watching.py:Watch": (19, 16),
+    "cache/work/jobs.py:Jobs": (13, 27),
+    "kube/watching.py:Watch": (18, 16),
     "volumes/audit/service.py:Audit": (26, 30),
     "volumes/guard/kernel.py:Kernel": (8, 26),
     "volumes/ledger/witness.py:Witness": (16, 18),

@@ -38,9 +38,7 @@ async def update(succession: Succession, snapshot: str) -> None:
         await _choose(succession, snapshot, check=True)
         return
     async with dataset.lock:
-        dataset.chosen = {}
-        await dataset.save_state()
-    succession.insist()
+        await _write(succession, {})
 
 
 def _refuse_words(snapshot: str) -> None:
@@ -66,7 +64,8 @@ async def rollback(succession: Succession) -> None:
         raise dataset.refused(why, f"'nodeagent dataset {again}")
     back = max(kept, key=lambda each: each.record.served)
     if frozen:
-        await _choose_scan(succession, back.scan)
+        async with dataset.lock:
+            await _write(succession, {"scan": back.scan})
         return
     await _choose(succession, back.record.snapshot, check=back in damaged)
 
@@ -92,7 +91,7 @@ async def rescan(succession: Succession) -> None:
         raise dataset.refused("its source is being listed again already", "wait, or cancel it")
     async with dataset.lock:
         await dataset.reach()  # a rescan of what does not answer is refused at once
-    await _choose_scan(succession, f"{time.time_ns():x}")
+        await _write(succession, {"scan": f"{time.time_ns():x}"})
 
 
 def pending(dataset: Dataset) -> str | None:
@@ -108,15 +107,15 @@ async def cancel(succession: Succession) -> bool:
     dataset = succession.dataset
     if pending(dataset) is None:
         return False
-    await _choose_scan(succession, dataset.current.scan)
+    async with dataset.lock:
+        await _write(succession, {"scan": dataset.current.scan})
     return True
 
 
-async def _choose_scan(succession: Succession, scan: str) -> None:
-    dataset = succession.dataset
-    async with dataset.lock:
-        dataset.chosen = {"scan": scan}
-        await dataset.save_state()
+async def _write(succession: Succession, chosen: dict[str, str]) -> None:
+    """The choice, durably. The caller has the dataset's lock."""
+    succession.dataset.chosen = chosen
+    await succession.dataset.save_state()
     succession.insist()
 
 
@@ -129,9 +128,7 @@ async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None
             dataset.source_mounted = True
             await wanted.source.reach(dataset.cache.source_timeout, serve=False)
         instead = snapshot_of(dataset.settings.source)
-        dataset.chosen = {"snapshot": snapshot, "instead": instead}
-        await dataset.save_state()
-    succession.insist()
+        await _write(succession, {"snapshot": snapshot, "instead": instead})
 
 
 # --- the manifest of a complete snapshot

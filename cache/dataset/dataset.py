@@ -28,6 +28,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.formats
+import kit.pause
 from cache.dataset import due, hits, kept, standing
 from cache.dataset.action import Action, Facts, next_action
 from cache.dataset.figures import Job, Loss, Scrub, Scrubs, Verification
@@ -308,10 +309,6 @@ class Dataset(standing.Standing):
         if was and not self.whole():
             await self.tell_loss()
 
-    def show_kept_figures(self) -> None:
-        """Show the figures of generation.json, while no job reports newer ones."""
-        self.current.show_kept_figures()
-
     # --- the loop
 
     def wake(self) -> None:
@@ -333,9 +330,8 @@ class Dataset(standing.Standing):
                 acted = False
                 self._note_trouble(error)
             if not acted:
-                with contextlib.suppress(TimeoutError):  # something is due
-                    async with asyncio.timeout(self.due.patience(complete=self._served_by_store())):
-                        await self._wake.wait()
+                patience = self.due.patience(complete=self._served_by_store())
+                await kit.pause.until(self._wake, patience)
 
     def _half_removed(self) -> bool:
         """An earlier agent ended while it removed it, and nobody has it now."""

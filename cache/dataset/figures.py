@@ -24,14 +24,10 @@ class Figures(manifest.Counts):
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The last verify. ``state``: '', queued, running, good, bad, cancelled or failed."""
+class Requested:
+    """What an operator asked for. ``state``: '', queued, running, or how it ended."""
 
     state: str = ""
-    source: bool = False  # compares with the source too
-    why: str = ""
-    result: dict[str, int] | None = None  # named as in the API
-    at: float = 0.0  # Unix time of its end
 
     @property
     def queued(self) -> bool:
@@ -41,6 +37,16 @@ class Verification:
     def pending(self) -> bool:
         """From the request until the result is known, including the withdrawal of bad files."""
         return self.state in ("queued", "running")
+
+
+@dataclass(frozen=True)
+class Verification(Requested):
+    """The last verify; it ends as good, bad, cancelled or failed."""
+
+    source: bool = False  # compares with the source too
+    why: str = ""
+    result: dict[str, int] | None = None  # named as in the API
+    at: float = 0.0  # Unix time of its end
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Eviction:
+class Eviction(Requested):
     """What an operator last asked to be taken out. One that failed after it had begun goes on by
     itself."""
 
@@ -82,14 +88,6 @@ class Eviction:
     files: int = 0  # taken out
     bytes: int = 0  # SSD bytes that became free
     at: float | None = None  # Unix time of its end
-
-    @property
-    def queued(self) -> bool:
-        return self.state == "queued"
-
-    @property
-    def pending(self) -> bool:
-        return self.state in ("queued", "running")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ One watch for all datasets. The table is read and compared in a thread.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 import kit.errors
+import kit.pause
 from cache.dataset.dataset import Dataset
 from cache.dataset.standing import finding
 from cache.dataset.succession import Succession
@@ -129,9 +129,7 @@ class ViewWatch:
                     said = str(error)
                     patience = AGAIN_SECONDS
                 await asyncio.sleep(max(LEAST_SECONDS, (time.monotonic() - began) / SHARE))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(patience):
-                        await self._changed.wait()
+                await kit.pause.until(self._changed, patience)
         finally:
             watch.close()
 

@@ -24,7 +24,7 @@ import kit.errors
 import kit.files
 from cache.fill import agent, control, protocol, space
 from cache.fill.agent import Ended
-from cache.store import filesystem, image_copy, manifest, ranges
+from cache.store import filesystem, image_copy, manifest, ranges, subset
 from ceph import image
 from ceph.protocol import SnapshotFacts
 
@@ -149,7 +149,7 @@ class Pass:
         self.report()
         return True
 
-    def room(self) -> space.Balance:
+    def room(self) -> subset.Amount:
         disk, used = os.statvfs(self.folder), image_copy.used(self.folder)
         return space.balance(disk, self.agent.limits, used=used, inodes=0)
 

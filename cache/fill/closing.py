@@ -19,6 +19,7 @@ import time
 
 from cache.fill import opened
 from cache.store import tree
+from cache.store.subset import Amount
 from linux import mountinfo, syscalls
 
 AT_ONCE = 64  # directories
@@ -112,6 +113,6 @@ class Closing:
         if self._grew > 0:
             with self._index.transaction():
                 self._index.grew(parent, self._grew)
-            self._run.usage.add(self._grew)
+            self._run.usage.add(Amount(self._grew))
             self._run.totals = self._index.totals()
         return True

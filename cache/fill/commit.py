@@ -124,7 +124,7 @@ class Committer:
             else:
                 os.rename(_SPARE, name, src_dir_fd=self.links, dst_dir_fd=staging)
 
-    def _seal(self, seal: protocol.Seal) -> bool:
+    def _seal(self, seal: protocol.Listed) -> bool:
         """Mark the directory opaque; False when the tree lacks some of its entries.
 
         They are counted because the index may claim more than the disk has after a power cut.
@@ -144,7 +144,7 @@ class Committer:
 
     def recheck(self, job: protocol.Recheck) -> protocol.Rechecked:
         missing = []
-        for number, path, entries in job.directories:
+        for number, path, entries, _ in job.directories:
             self.throttle.beat()
             try:
                 with tree.opened(self.tree, path) as directory:

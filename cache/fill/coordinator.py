@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cache.fill import control, protocol, space, worker, worker_pool
+from cache.fill import control, protocol, worker, worker_pool
 from cache.fill.agent import Ended
 from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
 from cache.fill.worker_pool import Assignment
 from cache.store import index, manifest, tree
+from cache.store.subset import NOTHING, Amount
 from ceph.protocol import Access
 
 # A worker that neither lists nor reads anything for this long hangs in its source: it is killed,
@@ -147,9 +148,9 @@ class Pass(ABC):
         return
 
     @property
-    def begun(self) -> tuple[int, int]:
-        """SSD bytes and inodes that files will take which are copied by more than one job."""
-        return 0, 0
+    def begun(self) -> Amount:
+        """What files will take that are copied by more than one job."""
+        return NOTHING
 
     @property
     def unplaced(self) -> int:
@@ -326,8 +327,8 @@ class Coordinator(OpenGeneration):
             for staged in self.batch.begin_commit()
         ]  # fmt: skip
         marks = [
-            protocol.Seal(each.id, self.index.path(each.id), each.entries, each.attributes.mtime_ns)
-            for each in map(known, seals)
+            protocol.Listed(d.id, self.index.path(d.id), d.entries, d.attributes.mtime_ns)
+            for d in map(known, seals)
         ]
         commit = Commit(folders=folders, seals=marks)
         self.pool.give(committer, Assignment(commit))
@@ -357,20 +358,21 @@ class Coordinator(OpenGeneration):
             self.agent.commits += 1
         self.batch.end_commit()
         self.totals = self.index.totals()
-        self.usage.add(sum(each.allocated for each in kept), sum(each.files for each in kept))
+        stored = sum(each.allocated for each in kept), sum(each.files for each in kept)
+        self.usage.add(Amount(*stored))
 
     # --- space
 
-    def room(self, *, inodes: int) -> space.SpaceLeft:
+    def room(self, *, inodes: int) -> Amount:
         """What may still be stored, with ``inodes`` more about to be used."""
         jobs, staged = self.pool.assigned(*STORING), self.batch.all()
-        size, files = self._pass.begun
         in_staging = sum(each.allocated for each in staged if not each.part)
-        pending = space.SpaceLeft(
-            sum(each.allocated for each in jobs) + in_staging + size,
-            sum(each.inodes for each in jobs) + sum(s.files for s in staged) + files + inodes,
+        # It may be counted already.
+        pending = self._pass.begun + Amount(
+            sum(each.allocated for each in jobs) + in_staging,
+            sum(each.inodes for each in jobs) + sum(s.files for s in staged) + inodes,
         )
-        return self.balance().room(pending)
+        return (self.balance() - pending).at_least(NOTHING)
 
     @property
     def copies_in_flight(self) -> bool:
@@ -390,7 +392,7 @@ class Coordinator(OpenGeneration):
         counts = self._pass.counts()  # may bring the totals up to date
         self.agent.phase = self._pass.phase
         self.agent.report(
-            counts, self.used(), sealed=self.totals.sealed, shared=self.shared,
+            counts, self.used(), sealed=self.totals.sealed, shared=self.shared.bytes,
             syncing=bool(self.pool.assigned(Commit, Finish)),
         )  # fmt: skip
 

@@ -90,10 +90,9 @@ class Evict:
                     if stored or part.waits:
                         histogram.add(at, item.entry.allocated, stored=stored)
         totals = self._run.totals
-        balance = self._run.balance()
         # What another generation has too frees nothing, so that more files must go to free as much.
-        taken = max(totals.allocated - self._run.shared, totals.allocated // MOST_SHARED)
-        share = histogram.share(subset.Amount(balance.bytes, balance.inodes), taken)
+        taken = max(totals.allocated - self._run.shared.bytes, totals.allocated // MOST_SHARED)
+        share = histogram.share(self._run.balance(), taken)
         return share, histogram.stored_from(share)
 
     # --- marks
@@ -134,8 +133,7 @@ class Evict:
                 pairs = zip(part.items, positions, strict=True)
                 out = [item for item, at in pairs if at >= self._task.share]
                 if part.waits:
-                    self._delete_waiting(directory, out)
-                    self._discard_parts(path, out)
+                    self._delete_waiting(directory, path, out)
                 elif gone := [item for item in out if item.state is STORED]:
                     weigh |= self._delete_stored(directory, number, part, gone)
                 self._obey()
@@ -149,25 +147,20 @@ class Evict:
         """Delete stored files of one part of the manifest; whether one was missing."""
         found = [self._unlink(directory, item.entry) for item in gone]
         freed = [each for each in found if each is not None]
-        shared = [size for _, size in freed if size is not None]
+        links = [size for _, size in freed if size is not None]
+        shared = subset.Amount(sum(links), len(links))
         names = {item.entry.name for item in gone}
         keep = [item for item in part.items if item.entry.name not in names]
         with self._index.transaction():
             allocated = sum(size for size, _ in freed)
-            self._index.evict(
-                number, part.number, keep, gone, allocated, (sum(shared), len(shared))
-            )
-        self._run.shared = max(0, self._run.shared - sum(shared))
-        self._run.shared_files = max(0, self._run.shared_files - len(shared))
+            self._index.evict(number, part.number, keep, gone, allocated, shared)
+        self._run.shares_less(shared)
         self._files += len(gone)
         return None in found
 
-    def _delete_waiting(self, directory: int, out: list[manifest.Item]) -> None:
-        """What came back with a power cut."""
+    def _delete_waiting(self, directory: int, path: list[str], out: list[manifest.Item]) -> None:
+        """What came back with a power cut, and what there is of large files that are not whole."""
         self._files += sum(self._unlink(directory, item.entry) is not None for item in out)
-
-    def _discard_parts(self, path: list[str], out: list[manifest.Item]) -> None:
-        """What there is of large files that are not whole yet."""
         for item in out:
             if large.is_large(item.entry):
                 large.discard(self._top, large.key_of(path, item.entry))

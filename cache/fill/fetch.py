@@ -19,8 +19,6 @@ from cache.store import published, tree
 from cache.store.published import ManifestError
 from cache.store.tree import Entry
 
-# ceph-fuse puts a number of its own for the snapshot above the bits of the inode.
-_INODE_BITS = 2**48 - 1
 _BUFFER = 2**20
 
 Listing = Callable[[Sequence[str]], Iterable[Entry | tuple[str, OSError]]]
@@ -148,4 +146,4 @@ def _other(where: str) -> ManifestError:
 def _metadata(entry: Entry) -> tuple[int, ...]:
     size = 0 if entry.is_directory else entry.size
     who = (entry.mode, entry.uid, entry.gid)
-    return (*who, size, entry.mtime_ns, entry.ino & _INODE_BITS)
+    return (*who, size, entry.mtime_ns, entry.ino & tree.INODE_BITS)

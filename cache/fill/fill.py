@@ -23,6 +23,7 @@ from cache.fill.coordinator import COPIES, HANGS, Coordinator, Pass, Staged
 from cache.fill.protocol import Copy, Extents, Scan, Whole
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, large, manifest, published, subset, tree
+from cache.store.subset import Amount
 from cache.store.tree import Entry
 from ceph import native
 
@@ -276,7 +277,7 @@ class FillPass(Pass):
         if self.look_in_tree:
             self.retries.check_seals()
             # The index may be new, or an earlier pass was killed while it listed again.
-            run.usage.at_least(run.totals, task.used - self.large.used, task.inodes)
+            run.usage.at_least(run.totals, Amount(task.used - self.large.used, task.inodes))
         with self.index.transaction():
             for number in self.index.try_again():
                 run.list_again(number)
@@ -291,8 +292,8 @@ class FillPass(Pass):
         return self.copying | staged | self.large.chunks
 
     @property
-    def begun(self) -> tuple[int, int]:
-        return self.large.pending, self.large.number
+    def begun(self) -> Amount:
+        return self.large.pending
 
     @property
     def unplaced(self) -> int:
@@ -392,7 +393,7 @@ class FillPass(Pass):
                 self.index.fail(number, name, reason, lasting=lasting)
         self._end_if_refused(number, part.failed)
         if part.made:
-            self.run.usage.add(part.made)
+            self.run.usage.add(Amount(part.made))
             if not self.run.room(inodes=1).holds(4096, 1):
                 self.run.page.set_no_room(True)
 

@@ -17,6 +17,7 @@ from cache.fill import coordinator, protocol
 from cache.fill.coordinator import Staged
 from cache.fill.worker_pool import Assignment
 from cache.store import extents, index, large, manifest, tree
+from cache.store.subset import Amount
 from cache.store.tree import Entry
 
 MOST_OPEN = 2
@@ -81,13 +82,9 @@ class LargeFiles:
         return self._before + sum(file.durable for file in files)
 
     @property
-    def pending(self) -> int:
-        """SSD bytes that the files which were begun will take."""
-        return sum(file.left for file in self._open.values())
-
-    @property
-    def number(self) -> int:
-        return len(self._open)
+    def pending(self) -> Amount:
+        """What the files which were begun will take."""
+        return Amount(sum(file.left for file in self._open.values()), len(self._open))
 
     @property
     def chunks(self) -> set[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import kit.files
 from cache.fill import agent, protocol, space
 from cache.store import disk, index, large, subset, tree
+from cache.store.subset import NOTHING, Amount
 
 LOCK_SECONDS = 10.0
 MOST_NOTES = 20
@@ -34,34 +35,24 @@ class Usage:
     def __init__(self, generation: Path) -> None:
         # As text: it is asked several times for each directory, and a Path costs more than a stat.
         self._index = [str(generation / f"{index.NAME}{end}") for end in ("", "-wal", "-shm")]
-        self._before = self._added = 0
-        self._inodes_before = self._inodes_added = 0
+        self._before = self._added = NOTHING
 
-    def bytes(self, totals: index.Totals) -> int:
-        """SSD bytes. ``totals``: as the index knows them now."""
-        of_index = sum(_size(file) for file in self._index)
-        return max(totals.used + of_index, self._before + self._added)
+    def now(self, totals: index.Totals) -> Amount:
+        """SSD bytes and inodes. ``totals``: as the index knows them now."""
+        known = Amount(totals.used + sum(map(_size, self._index)), totals.inodes)
+        return known.at_least(self._before + self._added)
 
-    def inodes(self, totals: index.Totals) -> int:
-        """Of its files and directories."""
-        return max(totals.inodes, self._inodes_before + self._inodes_added)
-
-    def at_least(self, totals: index.Totals, used: int = 0, inodes: int = 0) -> None:
+    def at_least(self, totals: index.Totals, least: Amount = NOTHING) -> None:
         """From now on it takes no less than now, nor than this, whatever the index knows of it."""
-        self._before, self._inodes_before = (
-            max(self.bytes(totals), used), max(self.inodes(totals), inodes)
-        )  # fmt: skip
-        self._added = self._inodes_added = 0
+        self._before, self._added = self.now(totals).at_least(least), NOTHING
 
-    def add(self, size: int, inodes: int = 0) -> None:
+    def add(self, stored: Amount) -> None:
         """Something was stored since."""
-        self._added += size
-        self._inodes_added += inodes
+        self._added += stored
 
     def all_listed(self) -> None:
         """The totals of the index are complete again."""
-        self._before = self._added = 0
-        self._inodes_before = self._inodes_added = 0
+        self._before = self._added = NOTHING
 
 
 class OpenGeneration:
@@ -81,7 +72,7 @@ class OpenGeneration:
         self.index = index.Index.open(self.generation / index.NAME)
         self.totals = self.index.totals()
         # Of what is used, what the generation before has too; nothing when that has gone.
-        self.shared, self.shared_files = self.index.shared() if task.beside or before else (0, 0)
+        self.shared = self.index.shared() if task.beside or before else NOTHING
         self.usage = Usage(self.generation)
         # SSD bytes of what is copied in parts, and of records beside the tree.
         self.unplaced: Callable[[], int] = lambda: 0
@@ -104,41 +95,42 @@ class OpenGeneration:
 
     # --- space
 
-    def balance(self) -> space.Balance:
+    def balance(self) -> Amount:
         """What is left, or negative, beside what is committed."""
+        own = self._takes() - self.shared
         system = os.statvfs(self.generation)
-        used, inodes = self.used() - self.shared, self.inodes() - self.shared_files
-        return space.balance(system, self.agent.limits, used=used, inodes=inodes)
+        return space.balance(system, self.agent.limits, used=own.bytes, inodes=own.inodes)
 
     def left(self, *, room: int = 0, short: bool = False) -> protocol.FillEnd:
         """What the pass leaves behind. ``room``, ``short``: as in ``FillEnd``."""
-        files, size = self.index.left()
+        (files, size), takes, shared = self.index.left(), self._takes(), self.shared
         return protocol.FillEnd(
-            self.used(), files, size, self.shared, self.shared_files, self.inodes(), room, short
+            takes.bytes, files, size, shared.bytes, shared.inodes, takes.inodes, room, short
         )
 
-    def used(self) -> int:
-        """SSD bytes of this generation, its directories, index and what it shares included."""
-        return self.usage.bytes(self.totals) + self.unplaced()
+    def _takes(self) -> Amount:
+        """This generation, its directories, index and what it shares included."""
+        return self.usage.now(self.totals) + Amount(self.unplaced())
 
-    def inodes(self) -> int:
-        """Inodes of its files and directories."""
-        return self.usage.inodes(self.totals)
+    def used(self) -> int:
+        """Its SSD bytes."""
+        return self._takes().bytes
 
     def list_again(self, number: int) -> None:
         """Forget the figures of a directory until it is listed; its space still counts."""
         self.usage.at_least(self.totals)
-        before = self.index.directory(number)
-        self.shared = max(0, self.shared - before.shared)
-        self.shared_files = max(0, self.shared_files - before.shared_files)
+        self.shares_less(self.index.directory(number).shared)
         self.index.restart_listing(number)
 
     def found_shared(self, number: int, stored: protocol.Stored) -> None:
         """What the listing of a directory took over from the generation before."""
         if stored.shared_files:
-            self.index.shares(number, stored.shared, stored.shared_files)
-            self.shared += stored.shared
-            self.shared_files += stored.shared_files
+            taken = Amount(stored.shared, stored.shared_files)
+            self.index.shares(number, taken)
+            self.shared += taken
+
+    def shares_less(self, gone: Amount) -> None:
+        self.shared = (self.shared - gone).at_least(NOTHING)
 
     def all_listed(self) -> None:
         """Every directory is listed: the totals of the index are complete again."""
@@ -149,7 +141,7 @@ class OpenGeneration:
         """Where its files stand among those that are kept; all directories are listed."""
         store, dataset = self.generation.parents[1], self.generation.parent.name
         key = subset.key_of(disk.uuid_of(str(store)), dataset)
-        return subset.Positions(key, subset.Amount(self.totals.bytes, self.totals.files))
+        return subset.Positions(key, Amount(self.totals.bytes, self.totals.files))
 
     def note(self, text: str) -> None:
         """Have the agent log this."""

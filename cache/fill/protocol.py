@@ -357,26 +357,20 @@ class StagedFolder(Message):
     name: str = ""  # of that file
 
 
-class Seal(Message):
+class Listed(NamedTuple):
+    """A directory, how many entries it must have, and the time that it gets with its seal."""
+
     directory: int
     path: list[str]
     entries: int
-    mtime_ns: int
+    mtime_ns: int = 0
 
 
 class Commit(Message):
     """Make staged files durable, rename them into the tree, then seal directories."""
 
     folders: list[StagedFolder]
-    seals: list[Seal]
-
-
-class Listed(NamedTuple):
-    """A directory and how many entries it must have."""
-
-    directory: int
-    path: list[str]
-    entries: int
+    seals: list[Listed]
 
 
 class Recheck(Message):

@@ -22,9 +22,6 @@ from pathlib import Path
 from cache.store import generations, index, manifest, tree
 from cache.store.tree import Entry
 
-# The lowest bits tell inodes of CephFS apart; ceph-fuse puts a number of its own for the snapshot
-# above them.
-_INODE_BITS = 2**48 - 1
 MARGIN_NS = 1_000_000_000
 # Names of one directory that are compared, about 250 bytes each; further ones are copied again.
 MOST_COMPARED = 200_000
@@ -48,13 +45,15 @@ class Shared:
             os.close(self._tree)
             raise
 
-    def directory(self, path: Sequence[str]) -> "SharedDirectory | None":
-        """What it has at ``path``; None when nothing can be shared. The caller closes it."""
+    def directory(
+        self, path: Sequence[str], stack: contextlib.ExitStack
+    ) -> "SharedDirectory | None":
+        """What it has at ``path``, until the end of ``stack``; None when nothing can be shared."""
         with contextlib.suppress(OSError, ValueError, sqlite3.Error):
             number = self._index.find(list(path))
             if number is None:
                 return None
-            descriptor = tree.open_below(self._tree, path)
+            descriptor = stack.enter_context(tree.opened(self._tree, path))
             found: dict[str, manifest.Item] = {}
             bad = self._bad.get(tuple(path), ())
             for item in self._index.kept(number):
@@ -70,9 +69,6 @@ class SharedDirectory:
         self._descriptor = descriptor
         self._items = items
         self._made_ns = made_ns
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
     def link(self, item: Entry, target: int) -> tuple[str, os.stat_result] | None:
         """Make ``item`` in the directory ``target`` a link of the same version of it.
@@ -104,7 +100,7 @@ def same_version(before: Entry, now: Entry, made_ns: int) -> bool:
     looks = (before.mode, before.uid, before.gid, before.size, before.mtime_ns, before.ctime_ns)
     if looks != (now.mode, now.uid, now.gid, now.size, now.mtime_ns, now.ctime_ns):
         return False
-    if before.ctime_ns == 0 or (before.ino ^ now.ino) & _INODE_BITS:
+    if before.ctime_ns == 0 or (before.ino ^ now.ino) & tree.INODE_BITS:
         return False
     if before.change and now.change:
         return before.change == now.change

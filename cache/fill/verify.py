@@ -372,14 +372,11 @@ class VerifyPass(coordinator.Pass):
             lost = self.relisting.lost() - self.found.bad
             if lost > 0:
                 self.found.bad += lost
-                self._list_everything_again()
+                # Every directory may lack files: the next fill compares all with the source.
+                for number in self.index.every_directory():
+                    self._quarantine(self.index.path(number), "")
                 raise Ended("bad", f"{lost} stored files are lost; which ones, the lost index knew")
         raise Ended("bad" if self.unreplaced else "good", why)
-
-    def _list_everything_again(self) -> None:
-        """Every directory may lack files: the next fill compares all of them with the source."""
-        for number in self.index.every_directory():
-            self._quarantine(self.index.path(number), "")
 
     def counts(self) -> manifest.Counts:
         total, found = self.run.totals, self.found

@@ -42,23 +42,19 @@ class Withdraw:
             with tree.opened(self._top, ["tree"]) as root:
                 for at, (path, names) in enumerate(waiting):
                     self._obey(len(waiting) - at)
-                    self._take_out(root, path, names)
+                    if self._deletes:
+                        self._delete(root, path, names)
+                    else:
+                        self._unmark(root, path, names)
             if self._deletes and not self._hides:
                 generations.write_quarantined(self._run.generation, [])
         except Ended as ended:
             result, why = ended.result, ended.why
+        except OSError as error:
+            result, why = "failed", error.strerror or str(error)
         finally:
             self._index.close()
         return protocol.End(result, why, withdrawn=self._withdrawn)
-
-    def _take_out(self, root: int, path: list[str], names: list[str]) -> None:
-        try:
-            if self._deletes:
-                self._delete(root, path, names)
-            else:
-                self._unmark(root, path, names)
-        except OSError as error:
-            raise Ended("failed", error.strerror or str(error)) from error
 
     def _unmark(self, root: int, path: list[str], names: list[str]) -> None:
         """OSError when a mark stays: a file deleted below it would be ENOENT for readers."""

@@ -127,7 +127,8 @@ class Worker:
                 source = stack.enter_context(self._of_source(job.path))
                 if tree.mount_of(source) != self._mount:
                     raise OSError(errno.EXDEV, "another file system is mounted when it is opened")
-            before = self._before(job.path, stack)
+            shared = self.shared  # with the generation before, if there is one
+            before = shared.directory(job.path, stack) if shared is not None else None
             located = bool(source or listed)  # it matters only for reads past the mount
             for item in listed.entries if listed else self._entries(job.path, source):
                 if not isinstance(item, Entry):
@@ -278,15 +279,6 @@ class Worker:
             tree.remove(target, name)
             self.throttle.beat()
 
-    def _before(
-        self, path: Sequence[str], stack: contextlib.ExitStack
-    ) -> share.SharedDirectory | None:
-        """What the generation before has of a directory, if there is one to share with."""
-        found = self.shared.directory(path) if self.shared is not None else None
-        if found is not None:
-            stack.callback(found.close)
-        return found
-
     def _shares(
         self, target: int, item: Entry, before: share.SharedDirectory, stored: protocol.Stored
     ) -> bool:
@@ -303,11 +295,8 @@ class Worker:
         before: share.SharedDirectory | None,
     ) -> bool:  # fmt: skip
         """Whether the tree has this version already; if so it is counted in ``stored``."""
-        try:
-            status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if not tree.same_content(item, status):
+        status = tree.status(target, item.name)
+        if status is None or not tree.same_content(item, status):
             return False
         shared = before is not None and before.is_shared(item.name, status)
         count_part(item, status, stored, shared=shared)

@@ -22,6 +22,7 @@ from cache.dataset.generation import Generation
 from cache.fill import protocol
 from cache.space import at_work, evictions, limits, victims
 from cache.store import subset
+from cache.store.subset import NOTHING, Amount
 
 log = structlog.get_logger("budget")
 
@@ -41,7 +42,6 @@ EVICTED = "evicted"  # paused: nothing is filled until an operator asks
 BEYOND, TAKEN = "a budget was exceeded", "an operator had files taken out"
 UPDATED = "it gave room to its next generation"
 SHORT = "others filled the disk, and the reserve was short"
-NOTHING = subset.Amount()
 
 
 class Budgets:
@@ -53,7 +53,7 @@ class Budgets:
         foreign: Callable[[], int],
         clear_way: Callable[[Dataset], Awaitable[None]],
         look: Callable[[], Awaitable[None]],
-        short: Callable[[], subset.Amount],
+        short: Callable[[], Amount],
         work: at_work.Work | None = None,
     ) -> None:
         """``foreign``: SSD bytes that belong to no dataset, and stay. ``clear_way``: before a pass
@@ -150,7 +150,7 @@ class Budgets:
             wanted = max(_to_list(dataset), used // LISTING)
             inodes = limits.inodes_of(dataset) // LISTING + 1
             async with self.turn:
-                await self._ask(dataset, UPDATED, subset.Amount(wanted, inodes))
+                await self._ask(dataset, UPDATED, Amount(wanted, inodes))
             return dataset.freed > before
         sound = next_one.record.skeleton and not next_one.figures.failed
         next_one.fits = sound and not next_one.source.block
@@ -240,9 +240,7 @@ class Budgets:
         store = self._store()
         return None if store is None else victims.next_one(self._shares(), store, asked)
 
-    async def _ask(
-        self, dataset: Dataset, why: str = BEYOND, wanted: subset.Amount = NOTHING
-    ) -> bool:
+    async def _ask(self, dataset: Dataset, why: str = BEYOND, wanted: Amount = NOTHING) -> bool:
         """Have a dataset give what is beyond, and what is ``wanted``. False when it cannot now.
 
         The caller has ``turn``.
@@ -346,7 +344,7 @@ def _to_list(dataset: Dataset) -> int:
     return max(int(dataset.cache.budget * FIRST), LEAST)
 
 
-def _lacks(dataset: Dataset, end: protocol.FillEnd) -> subset.Amount:
+def _lacks(dataset: Dataset, end: protocol.FillEnd) -> Amount:
     """What its budgets let it have of what is left to copy, at most."""
     own, left = dataset.settings, end.left_files
     size = end.left_bytes + left * BLOCK
@@ -360,4 +358,4 @@ def _lacks(dataset: Dataset, end: protocol.FillEnd) -> subset.Amount:
     if own.budget_inodes and left:
         part = min(part, (own.budget_inodes - limits.inodes_of(dataset)) / left)
     part = max(part, 0.0)
-    return subset.Amount(math.floor(size * part), math.floor(left * part))
+    return Amount(math.floor(size * part), math.floor(left * part))

@@ -6,12 +6,21 @@ overlay comes first, also for who reads by the id of the generation. Who still l
 working directory, an open directory, a volume of its own, a mount namespace that the new one does
 not reach) is waited for: nothing is deleted meanwhile.
 
-``evicting`` in generation.json is durable before the first mark goes and is taken back after the
-last file: what a killed agent began, the next one finishes.
+The copy of a block image leaves as a whole. Jobs read the mapped source from then on. Where one
+device shows copy and source, open files go on from the source too; elsewhere who has a file of the
+copy open is waited for, because its space is free only when the loop device over it has ended.
+Where nothing can map the image the view shows nothing afterwards, as before the first fill: so
+nobody may hold it, and no pod may have been given it.
+
+``evicting`` in generation.json is durable before the view or the first mark changes and is taken
+back after the last file: what a killed agent began, the next one finishes.
 """
 
 import dataclasses
+import os
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,11 +28,14 @@ import structlog
 import kit.child
 import kit.errors
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
-from cache.fill import protocol
-from cache.space import block_evictions, tasks
-from cache.store import subset
+from cache.dataset.generation import STORE_SECONDS
+from cache.fill import protocol, space
+from cache.fill.protocol import Least
+from cache.space import tasks
+from cache.store import image_copy, subset
 from cache.views import by_id, view
 from cache.views.view import Stage
+from linux import in_use, loop, mountinfo, procfs
 
 log = structlog.get_logger("eviction")
 
@@ -33,6 +45,7 @@ GROWTH = 1 / 64
 Run = Callable[[Dataset, str, protocol.AnyTask], Awaitable[protocol.End]]
 # Stages in which readers see the tree of the store.
 _SHOWS_STORE = (Stage.STORE, Stage.OVERLAY)
+_LOOKS, _LOOK_SECONDS = 20, 0.1  # the kernel ends a loop device some time after its last mount
 
 LimitsOf = Callable[[Dataset, str], protocol.Limits]
 
@@ -61,7 +74,7 @@ class Evictions:
         """
         if dataset.source.block:
             allowed = limits or self._limits(dataset, "evict")
-            return await block_evictions.settle(dataset, allowed, **changes)
+            return await _settle_copy(dataset, allowed, **changes)
         now = dataset.generation.kept_share
         end = await self._pass(dataset, "choose", now, limits)
         assert end.evict is not None
@@ -90,7 +103,8 @@ class Evictions:
     async def finish(self, dataset: Dataset, *, begun: bool = True) -> None:
         """Take out what the share says. ``begun``: an earlier try may have taken marks away."""
         if dataset.source.block:
-            await block_evictions.finish(dataset)
+            await _reach_image(dataset)
+            await _take_copy_out(dataset)
             return
         share, before = dataset.generation.kept_share, dataset.used()
         await _reach(dataset)
@@ -111,7 +125,7 @@ class Evictions:
         dataset.evicted += found.evicted
         counts: dict[str, Any] = dataset.figures.counts()
         await dataset.change(**{**counts, **found.fill.record()}, evicting=False)
-        dataset.show_kept_figures()
+        dataset.current.show_kept_figures()
         dataset.freed += max(0, before - dataset.used())
         log.info("files evicted", dataset=dataset.name, files=found.evicted,
                  share=round(share / subset.ALL, 4), used=found.fill.used)  # fmt: skip
@@ -120,10 +134,7 @@ class Evictions:
         self, dataset: Dataset, part: str, share: int, limits: protocol.Limits | None = None
     ) -> protocol.End:
         task = tasks.evict(dataset, limits or self._limits(dataset, "evict"), part, share)
-        try:
-            end = await self._run(dataset, "evict", task)
-        finally:
-            dataset.job = None
+        end = await self._run(dataset, "evict", task)
         if end.evict is None:
             raise _waits(dataset, end.why or end.result, "it is tried again")
         return end
@@ -171,4 +182,112 @@ async def _wait_for_others(dataset: Dataset) -> None:
         raise _waits(dataset, why, "it goes on when they have left")
 
 
-_waits = block_evictions.waits
+def _waits(dataset: Dataset, cause: str, remedy: str) -> kit.errors.HostError:
+    return kit.errors.HostError(f"eviction from dataset {dataset.name}", cause, remedy)
+
+
+# --- of block images
+
+
+async def _settle_copy(dataset: Dataset, limits: protocol.Limits, **changes: Any) -> bool:
+    """Take the copy out if it is beyond ``limits``; whether it was. AgentError: it stays for now.
+
+    The caller has the lock. ``changes``: to generation.json, when it goes.
+    """
+    allowed = dataclasses.asdict(limits)
+    if not await kit.child.call(is_beyond, dataset.folder, allowed, deadline=STORE_SECONDS):
+        return False
+    await _reach_image(dataset)
+    if not _root(dataset):
+        await _refuse_held(dataset)
+    figures = dataset.figures
+    left = {"left_files": max(figures.files, 1), "left_bytes": figures.bytes}
+    await dataset.change(state="partial", evicting=True, **left, **changes)
+    await _take_copy_out(dataset)
+    return True
+
+
+async def _take_copy_out(dataset: Dataset) -> None:
+    before, chunks = dataset.used(), dataset.figures.done_files
+    if _root(dataset):
+        if dataset.stage is not Stage.SOURCE:
+            await dataset.publish(Stage.SOURCE)
+    else:
+        await _refuse_held(dataset)
+        with dataset.changing_view():
+            await kit.child.call(view.take_off, dataset.view, deadline=VIEW_SECONDS)
+            dataset.stage = Stage.NONE
+    shown = await kit.child.call(discard, dataset.folder, deadline=STORE_SECONDS)
+    if shown:
+        why = f"its copy is still in use by {shown}: a job has a file of it open"
+        raise _waits(dataset, why, "it goes on when the job has closed it")
+    dataset.evicted += chunks
+    await dataset.change(done_files=0, done_bytes=0, used=0, inodes=0, evicting=False)
+    dataset.current.show_kept_figures()
+    dataset.freed += max(0, before - dataset.used())
+    log.info("block image evicted", dataset=dataset.name, chunks=chunks, bytes=before)
+
+
+def _root(dataset: Dataset) -> str:
+    return dataset.reached.root if dataset.reached is not None else ""
+
+
+async def _reach_image(dataset: Dataset) -> None:
+    """Jobs can read the source, if anything can map it. AgentError."""
+    if not _root(dataset):
+        await dataset.reach(serve=True)
+    if dataset.generation.state == "stale":
+        raise _waits(dataset, "its source is another one now", "it begins anew")
+
+
+async def _refuse_held(dataset: Dataset) -> None:
+    """HostError while somebody would miss a view that nothing but the copy can show."""
+    by = dataset.use.by or await kit.child.call(given_to, dataset.view, deadline=VIEW_SECONDS)
+    if by:
+        why = f"nothing here can map its image, and it is held by {by}"
+        raise _waits(dataset, why, "it goes on when that has ended")
+
+
+# --- in a child process
+
+
+def is_beyond(folder: str, limits: dict[str, Any]) -> bool:
+    """Whether the copy in ``folder`` takes more than the limits leave it. OSError."""
+    allowed = protocol.Limits(**{**limits, "least": Least(**limits["least"])})
+    used = image_copy.used(Path(folder))
+    left = space.balance(os.statvfs(folder), allowed, used=used, inodes=image_copy.INODES)
+    return used > 0 and (left.bytes < 0 or left.inodes < 0)
+
+
+def discard(folder: str) -> str:
+    """Delete the copy in ``folder`` unless a device shows it; that device, or ''. OSError."""
+    copy = os.path.realpath(Path(folder) / image_copy.IMAGE)
+    for left in reversed(range(_LOOKS)):
+        shown = loop.over(copy)
+        if not shown:
+            break
+        if not left:
+            return shown[0]
+        time.sleep(_LOOK_SECONDS)
+    image_copy.discard(Path(folder))
+    return ""
+
+
+def given_to(target: str) -> str:
+    """A process in whose mount namespace the view is mounted at another place; '' when none is.
+
+    A pod sees it there, whether or not it has a file open.
+    """
+    top = mountinfo.top(target)
+    seen: set[tuple[int, str]] = set()
+    for pid, key in procfs.views() if top is not None else ():
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            for mount in mountinfo.of(pid):
+                if top is not None and mount.device == top.device and mount.target != target:
+                    return str(in_use.holder(pid, f"sees it at {mount.target}"))
+        except OSError:
+            continue  # just ended
+    return ""

@@ -9,6 +9,7 @@ from cache.fill import protocol
 from cache.fill.protocol import Least
 from cache.space import victims
 from cache.store import image_copy
+from cache.store.subset import Amount
 
 # Training jobs read the same SSD: two readers find bad blocks soon enough.
 VERIFY_WORKERS = 2
@@ -25,6 +26,11 @@ def _inodes(generation: Generation) -> int:
     return max(generation.record.inodes, generation.figures.done_files)
 
 
+def _beside(dataset: Dataset, target: Generation) -> Amount:
+    """What it takes without what is the target's own."""
+    return Amount(dataset.used_beside(target), inodes_of(dataset) - _inodes(target))
+
+
 def of(
     dataset: Dataset,
     kind: str,
@@ -38,24 +44,22 @@ def of(
 
     The other generations of the dataset count into its own budget.
     """
-    cache, own = dataset.cache, dataset.settings
-    fill = cache.fill
-    rest = [each for each in all_datasets if each is not dataset]
-    beside = dataset.used_beside(target)
-    inodes_beside = inodes_of(dataset) - _inodes(target)
-    others = sum(each.used() for each in rest) + foreign + beside
-    other_inodes = sum(inodes_of(each) for each in rest) + inodes_beside
+    cache, own, fill = dataset.cache, dataset.settings, dataset.cache.fill
+    rest = Amount(foreign)
+    for each in all_datasets:
+        if each is not dataset:
+            rest += Amount(each.used(), inodes_of(each))
+    others = rest + _beside(dataset, target)
     # The limits of the settings are for reads from sources.
     only_store = kind == "verify" and not dataset.verification.source
     return protocol.Limits(
         workers=VERIFY_WORKERS if only_store else fill.workers,
         bytes_per_second=0 if only_store else fill.bytes_per_second,
         files_per_second=0 if only_store else fill.files_per_second,
-        budget=_least(cache.budget, own.budget, others - beside),
-        others=others,
-        inodes=_least(cache.budget_inodes, own.budget_inodes, other_inodes - inodes_beside)
-        or 2**62,
-        other_inodes=other_inodes,
+        budget=_least(cache.budget, own.budget, rest.bytes),
+        others=others.bytes,
+        inodes=_least(cache.budget_inodes, own.budget_inodes, rest.inodes) or 2**62,
+        other_inodes=others.inodes,
         reserve=cache.reserve,
         least=least,
     )
@@ -63,14 +67,12 @@ def of(
 
 def of_its_own(dataset: Dataset, allowed: protocol.Limits) -> protocol.Limits:
     """``allowed``, without what the node's budget and the disk lack: those of a kept dataset."""
-    own, beside = dataset.settings, dataset.used_beside(dataset.current)
-    others = allowed.others - beside
-    inodes_beside = inodes_of(dataset) - _inodes(dataset.current)
-    other_inodes = allowed.other_inodes - inodes_beside
+    own, others = dataset.settings, Amount(allowed.others, allowed.other_inodes)
+    rest = others - _beside(dataset, dataset.current)
     return dataclasses.replace(
         allowed, disk=False,
-        budget=_least(0, own.budget, others) or 2**62,
-        inodes=_least(0, own.budget_inodes, other_inodes) or 2**62,
+        budget=_least(0, own.budget, rest.bytes) or 2**62,
+        inodes=_least(0, own.budget_inodes, rest.inodes) or 2**62,
     )  # fmt: skip
 
 

@@ -6,13 +6,13 @@ on the file system that the store lies on: ``nodefs`` where the kubelet's own di
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 
 import structlog
 
 import kit.child
 import kit.errors
+import kit.pause
 from cache.fill import space
 from cache.fill.protocol import Least
 from cache.settings import CacheSettings
@@ -69,9 +69,7 @@ class Reserve:
         while True:
             self._wake.clear()
             await self.look()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await self._wake.wait()
+            await kit.pause.until(self._wake, LOOK_SECONDS)
 
     async def look(self) -> None:
         """Take what the kubelet says now. While it says nothing, what it said last counts."""

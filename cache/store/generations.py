@@ -318,22 +318,18 @@ def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
         number, name = int(after[0]), str(after[1])
         rows = opened.failures(limit, (number, name)) if number >= 0 else []
         failures = [
-            {"path": _shown("/".join([*opened.path(each), name])), "reason": reason}
+            {"path": tree.shown([*opened.path(each), name]), "reason": reason}
             for each, name, reason in rows
         ]
         last = rows[-1][:2] if rows else None
         chunks = opened.lacking_room(limit - len(rows), (max(0, -number), name))
         for chunk, entry in chunks:
-            path = "/".join([*opened.path(chunk.directory), entry.name])
+            path = tree.shown([*opened.path(chunk.directory), entry.name])
             why = f"no room for its {entry.allocated} bytes on the SSD"
-            failures.append({"path": _shown(path), "reason": why})
+            failures.append({"path": path, "reason": why})
             last = -chunk.id, entry.name
     more = f"{last[0]}/{os.fsencode(last[1]).hex()}" if last and len(failures) == limit else None
     return {"failures": failures, "next": more}
-
-
-def _shown(path: str) -> str:
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:

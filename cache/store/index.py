@@ -142,9 +142,8 @@ class DirectoryRow:
     skipped: int  # sockets, fifos and devices
     bytes: int  # of the files directly in it, stored or not, as ``files``
     files: int
-    shared: int  # SSD bytes of files that the generation before has too
-    shared_files: int
     location: tuple[str, int] | None  # where the objects of its files are, for reads past the mount
+    shared: subset.Amount  # of its files, what the generation before has too
 
     @property
     def inside(self) -> subset.Amount:
@@ -374,13 +373,14 @@ class Index:
         self._update(directory, "failed = failed + 1")
 
     def directory(self, number: int) -> DirectoryRow:
-        id, parent, attributes, *figures, location = self._row(
-            "SELECT id, parent, attributes, state, entries, rescans, skipped, bytes, files, shared,"
-            " shared_files, location FROM directories WHERE id = ?",
+        id, parent, attributes, *figures, location, size, files = self._row(
+            "SELECT id, parent, attributes, state, entries, rescans, skipped, bytes, files,"
+            " location, shared, shared_files FROM directories WHERE id = ?",
             number,
         )
         where = None if location is None else tuple(json.loads(location))
-        return DirectoryRow(*(id, parent, Entry(*json.loads(attributes)), *figures, where))
+        entry, shared = Entry(*json.loads(attributes)), subset.Amount(size, files)
+        return DirectoryRow(*(id, parent, entry, *figures, where, shared))
 
     def subdirectories(self, number: int) -> Iterator[Entry]:
         query = "SELECT attributes FROM directories WHERE parent = ?"
@@ -542,13 +542,7 @@ class Index:
 
         ValueError for a damaged or newer part.
         """
-        query = "SELECT entries FROM manifest WHERE directory = ? ORDER BY id"
-        for (part,) in self._db.execute(query, (directory,)):
-            yield from manifest.unpack(part)
-        for number in self._ids("SELECT id FROM chunks WHERE directory = ?", directory):
-            chunk = self.chunk(number)
-            for entry in chunk.entries if chunk is not None else ():
-                yield manifest.Item(entry, manifest.State.AT_SOURCE)
+        return (item for part in self.parts(directory) for item in part.items)
 
     def part(self, number: int) -> tuple[int, bytes] | None:
         """The directory of a part of the manifest, and its entries as ``manifest.unpack`` reads."""
@@ -573,14 +567,14 @@ class Index:
 
     # --- what is shared with the generation before
 
-    def shares(self, directory: int, size: int, files: int) -> None:
+    def shares(self, directory: int, taken: subset.Amount) -> None:
         """What a listing of the directory took over; a new listing forgets it."""
-        self._update(directory, "shared = ?, shared_files = ?", size, files)
+        self._update(directory, "shared = ?, shared_files = ?", taken.bytes, taken.inodes)
 
-    def shared(self) -> tuple[int, int]:
+    def shared(self) -> subset.Amount:
         """SSD bytes and number of the files that are."""
         size, files = self._row("SELECT sum(shared), sum(shared_files) FROM directories")
-        return size or 0, files or 0
+        return subset.Amount(size or 0, files or 0)
 
     # --- evicting: entries move from the manifest back to what is to be copied
 
@@ -589,7 +583,7 @@ class Index:
 
         ValueError for a damaged or newer part of the manifest.
         """
-        parts = self._ids("SELECT id FROM manifest WHERE directory = ?", directory)
+        parts = self._ids("SELECT id FROM manifest WHERE directory = ? ORDER BY id", directory)
         waiting = self._ids("SELECT id FROM chunks WHERE directory = ?", directory)
         for number in parts:
             row = self._row("SELECT entries FROM manifest WHERE id = ?", number)
@@ -602,11 +596,11 @@ class Index:
 
     def evict(
         self, directory: int, part: int, keep: list[manifest.Item], gone: Sequence[manifest.Item],
-        allocated: int, shared: tuple[int, int] = (0, 0),
+        allocated: int, shared: subset.Amount = subset.NOTHING,
     ) -> None:  # fmt: skip
         """Stored entries of a part are gone, and with them ``allocated`` SSD bytes.
 
-        ``shared``: of them, the bytes and files that the generation before has too.
+        ``shared``: of them, what the generation before has too.
         """
         if keep:
             packed = manifest.pack(keep)
@@ -621,7 +615,7 @@ class Index:
             "done_files = max(0, done_files - ?), done_bytes = max(0, done_bytes - ?), "
             "allocated = max(0, allocated - ?), waiting = waiting + 1, "
             "shared = max(0, shared - ?), shared_files = max(0, shared_files - ?)",
-            *(len(entries), size, allocated, *shared),
+            *(len(entries), size, allocated, shared.bytes, shared.inodes),
         )
 
     def weighed(self, directory: int, files: int, size: int, allocated: int) -> None:

@@ -218,7 +218,7 @@ def _write(folder: str, marks: dict[str, str], file: BinaryIO) -> dict[str, int]
 
 
 def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
-    directories = entries = through_mount = 0
+    counts = {"directories": 0, "entries": 0, "through_mount": 0}
     with (
         contextlib.closing(index.Index.read_only(path)) as known,
         known.transaction(),  # all of it as it is now
@@ -229,21 +229,17 @@ def _copy(path: Path, marks: dict[str, str], file: BinaryIO) -> dict[str, int]:
         head = MAGIC + json.dumps(header | {"entries": total}).encode() + b"\n"
 
         def every() -> Iterator[Record]:
-            nonlocal directories, entries, through_mount
             for number in known.every_directory():
-                directories += 1
-                entries += known.directory(number).entries
+                counts["directories"] += 1
+                counts["entries"] += known.directory(number).entries
                 for record, others in _records(known, number):
-                    through_mount += others
+                    counts["through_mount"] += others
                     yield record
 
         size = seal(file, head, every())
-        if (directories, entries) != (totals.directories, total):
+        if (counts["directories"], counts["entries"]) != (totals.directories, total):
             raise _changed()
-    return {
-        "directories": directories, "entries": entries, "bytes": size,
-        "through_mount": through_mount,
-    }  # fmt: skip
+    return counts | {"bytes": size}
 
 
 def seal(file: BinaryIO, head: bytes, records: Iterable[Record]) -> int:

@@ -206,7 +206,7 @@ class _Comparing:
                     raise
                 return [(_shown([*above, item.entry.name]), "it has gone") for item in items]
             for item in items:
-                what = difference(item.entry, _status(directory, item.entry.name))
+                what = difference(item.entry, tree.status(directory, item.entry.name))
                 found += [(_shown([*above, item.entry.name]), what)] if what else []
         return found
 
@@ -227,13 +227,5 @@ class _Comparing:
         return [(_shown(path), "names in it have come or gone")] if now != was else []
 
 
-def _status(directory: int, name: str) -> os.stat_result | None:
-    try:
-        return os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
 def _shown(path: list[str]) -> str:
-    text = "/".join(path) or "."
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return tree.shown(path) or "."

@@ -16,8 +16,9 @@ at least as high as what is in the file, so a failing write may be tried again l
 import asyncio
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import structlog
 
 import kit.child
@@ -35,15 +36,18 @@ RETRY_SECONDS = 2.0
 _NOTHING = ("new", "stale")
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 @dataclass(frozen=True)
 class Kept:
     """The file's fields."""
 
-    troubles: int = 0
-    crashes: int = 0
+    troubles: Count = 0
+    crashes: Count = 0
     boot: str = ""  # of the kernel that the agent ran on last
     clean: bool = True  # the agent ended before that kernel did
-    errors: int | None = None  # that ext4 had counted at the last look; None: none was there
+    errors: Count | None = None  # that ext4 had counted at the last look; None: none was there
 
 
 def file_of(state_dir: Path) -> Path:
@@ -57,16 +61,8 @@ def load(path: Path) -> Kept | kit.formats.Damage | None:
 
 def _kept(fields: dict[str, Any]) -> Kept:
     """ValueError for what no agent wrote."""
-    known = Kept.__dataclass_fields__
-    found = Kept(**{key: value for key, value in fields.items() if key in known})
     fields["troubles"]  # without a number nothing may be believed
-    errors = 0 if found.errors is None else found.errors
-    for number in (found.troubles, found.crashes, errors):
-        if not isinstance(number, int) or number < 0:
-            raise ValueError(f"{number!r} is no count")
-    if not isinstance(found.boot, str) or not isinstance(found.clean, bool):
-        raise ValueError("its boot or clean has another type")
-    return found
+    return msgspec.convert(fields, Kept)
 
 
 def begun(kept: Kept, boot: str) -> Kept:

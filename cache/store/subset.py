@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cache.store.tree import Entry
 
@@ -34,6 +35,8 @@ _SMALL = 1 / 1024  # of the dataset: the hash alone decides
 _WHOLE = float(2**64)
 _ENTRY, _PAGES = 128, 16 * 1024
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Amount:
@@ -41,6 +44,35 @@ class Amount:
 
     bytes: int = 0
     inodes: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(self.bytes + other.bytes, self.inodes + other.inodes)
+
+    def __sub__(self, other: "Amount") -> "Amount":
+        return Amount(self.bytes - other.bytes, self.inodes - other.inodes)
+
+    def at_least(self, other: "Amount") -> "Amount":
+        """Of each the larger one."""
+        return Amount(max(self.bytes, other.bytes), max(self.inodes, other.inodes))
+
+    def holds(self, size: int, inodes: int) -> bool:
+        return size <= self.bytes and inodes <= self.inodes
+
+    def fitting(self, items: Sequence[T], sizes: Sequence[int]) -> tuple[list[T], int]:
+        """The items that there is room for, one after the other, and their bytes.
+
+        A large one is skipped: it must not keep the small ones behind it out.
+        """
+        taken: list[T] = []
+        total = 0
+        for item, size in zip(items, sizes, strict=True):
+            if self.holds(total + size, len(taken) + 1):
+                total += size
+                taken.append(item)
+        return taken, total
+
+
+NOTHING = Amount()
 
 
 def key_of(store: str, dataset: str) -> bytes:
@@ -117,7 +149,7 @@ class Histogram:
         self._inodes[at] += 1
         if stored:
             self._stored_inodes[at] += 1
-            self.stored = Amount(self.stored.bytes + size, self.stored.inodes + 1)
+            self.stored += Amount(size, 1)
 
     def stored_from(self, share: int) -> int:
         """Stored files that a share takes out."""
@@ -135,7 +167,7 @@ class Histogram:
             size = -math.ceil(-size * self.stored.bytes / taken)
         if size < 0:
             size -= self.stored.bytes // _ENTRY + _PAGES  # what the index needs to note them
-        most = Amount(self.stored.bytes + size, self.stored.inodes + balance.inodes)
+        most = self.stored + Amount(size, balance.inodes)
         used_bytes = used_inodes = 0
         for at in range(SHARES):
             used_bytes += self._bytes[at]

@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
+# The bits that tell inodes of CephFS apart: ceph-fuse puts a number of its own for the snapshot
+# above them.
+INODE_BITS = 2**48 - 1
 
 
 class SourceRefusedError(PermissionError):
@@ -243,6 +246,11 @@ def opened(root: int, path: Sequence[str]) -> AbstractContextManager[int]:
 # --- looking
 
 
+def shown(path: Sequence[str]) -> str:
+    """For people: bytes that are not UTF-8 as \\xNN."""
+    return "/".join(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def listing(directory: int) -> Iterator[Entry | tuple[str, OSError]]:
     """Its entries in the file system's order; (name, error) for one without a readable status."""
     with os.scandir(directory) as found:
@@ -279,12 +287,16 @@ def count(directory: int) -> int:
         return sum(1 for _ in found)
 
 
-def has(parent: int, name: str) -> bool:
+def status(parent: int, name: str) -> os.stat_result | None:
+    """None when there is no such name; no link is followed. OSError."""
     try:
-        os.stat(name, dir_fd=parent, follow_symlinks=False)
+        return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
-        return False
-    return True
+        return None
+
+
+def has(parent: int, name: str) -> bool:
+    return status(parent, name) is not None
 
 
 def xattrs_of(source: int) -> dict[str, bytes]:

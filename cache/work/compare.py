@@ -35,15 +35,11 @@ LOOK_SECONDS = 60.0
 RETRY_SECONDS = (30.0, 3600.0)  # after a round that failed
 
 
-async def follow(datasets: Mapping[str, Dataset]) -> None:
-    """Runs until it is cancelled. ``datasets`` may change meanwhile."""
-    await Comparer(datasets).follow()
-
-
 class Comparer:
     """The slot."""
 
     def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+        """``datasets`` may change meanwhile."""
         self._datasets = datasets
         self._known: dict[str, str] = {}  # the generation whose last round is known
         self._due: dict[str, float] = {}  # Unix time

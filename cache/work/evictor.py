@@ -7,13 +7,13 @@ waits for no job.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import structlog
 
 import kit.errors
+import kit.pause
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction
 from cache.space import at_work, budgets
@@ -75,9 +75,7 @@ class Evictor:
                 await self._room_was_made(asked=asked)
                 continue
             patience = budgets.LOOK_SECONDS if self._budgets.over else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience if dataset is None else RETRY_SECONDS):
-                    await self._wake.wait()
+            await kit.pause.until(self._wake, patience if dataset is None else RETRY_SECONDS)
 
     def _freed(self) -> int:
         """SSD bytes since the agent's start."""

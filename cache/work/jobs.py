@@ -13,7 +13,6 @@ is filled while the quarantine list of a generation has files.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import structlog
 
 import kit.errors
+import kit.pause
 from cache.dataset import due, leaving, standing
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction, Verification
@@ -189,9 +189,7 @@ class Jobs:
                 ran = await self._turn_of(dataset)
             self.evictor.wake()
             if not ran:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_SECONDS):
-                        await self._turn.wait()
+                await kit.pause.until(self._turn, RETRY_SECONDS)
 
     async def _turn_of(self, dataset: Dataset) -> bool:
         """Run the job whose turn it is; whether it could run."""
@@ -277,6 +275,8 @@ class Jobs:
             return slot.outcome(dataset, running, await running.run(task))
         finally:
             self._active.remove((dataset, running))
+            if kind not in slot.FILLS:  # of a fill the outcome is to be noted before
+                dataset.job = None
 
     # --- fill
 
@@ -404,10 +404,7 @@ class Jobs:
             return
         task = tasks.verify(dataset, self._limits(dataset, "verify"), source=against_source)
         troubles = dataset.soundness.troubles
-        try:
-            end = await self._run(dataset, "verify", task)
-        finally:
-            dataset.job = None
+        end = await self._run(dataset, "verify", task)
         found = end.verify or protocol.VerifyEnd()
         result = {**found.counts(), "withdrawn": 0}
         await leaving.found_also(dataset, found)
@@ -419,7 +416,7 @@ class Jobs:
             async with dataset.lock:
                 await dataset.current.prove()
         log.info("verify ended", dataset=dataset.name, result=end.result, why=why, **result)
-        dataset.show_kept_figures()
+        dataset.current.show_kept_figures()
         dataset.verification = Verification(end.result, against_source, why, result, time.time())
         dataset.want_refresh()
 

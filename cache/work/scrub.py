@@ -12,7 +12,6 @@ own. One in which something is bad retires (``cache.dataset.leaving``).
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
@@ -88,9 +87,7 @@ class Scrubber:
             self._wake.clear()
             chosen = self._choose()
             if chosen is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_SECONDS):
-                        await self._wake.wait()
+                await kit.pause.until(self._wake, IDLE_SECONDS)
                 continue
             dataset = self._datasets[chosen.name]
             self._free.clear()

@@ -226,10 +226,7 @@ class Withdrawals:
     ) -> protocol.End:
         target = of or dataset.current
         task = tasks.withdraw(dataset, target, self._limits_of(dataset, "withdraw"), part)
-        try:
-            return await self._run(dataset, "withdraw", task, of)
-        finally:
-            dataset.job = None
+        return await self._run(dataset, "withdraw", task, of)
 
 
 async def _let_leave(dataset: Dataset) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.fill import coordinator, space
 from cache.fill.coordinator import Batch, Staged
-from cache.fill.space import SpaceLeft
+from cache.store.subset import NOTHING, Amount
 from tests.cache import passes
 
 
@@ -21,10 +21,10 @@ def disk(blocks: int, available: int, files: int, files_available: int) -> os.st
 
 
 def room(
-    of: os.statvfs_result, *, reserve: float, budget: int, used: int, pending: SpaceLeft
-) -> SpaceLeft:  # fmt: skip
+    of: os.statvfs_result, *, reserve: float, budget: int, used: int, pending: Amount
+) -> Amount:  # fmt: skip
     allowed = dataclasses.replace(passes.LIMITS, reserve=reserve, budget=budget)
-    return space.balance(of, allowed, used=used, inodes=0).room(pending)
+    return (space.balance(of, allowed, used=used, inodes=0) - pending).at_least(NOTHING)
 
 
 sizes = st.integers(0, 2**40)
@@ -33,12 +33,12 @@ sizes = st.integers(0, 2**40)
 @given(
     blocks=st.integers(1, 2**30), free=st.floats(0, 1), files=st.integers(0, 2**30),
     reserve=st.floats(0, 0.99), budget=sizes, used=sizes,
-    pending=st.builds(SpaceLeft, sizes, st.integers(0, 2**20)),
+    pending=st.builds(Amount, sizes, st.integers(0, 2**20)),
     wanted=sizes, inodes=st.integers(0, 2**20),
 )  # fmt: skip
 def test_room_never_exceeds_budget_or_reserve(
     blocks: int, free: float, files: int, reserve: float, budget: int, used: int,
-    pending: SpaceLeft, wanted: int, inodes: int,
+    pending: Amount, wanted: int, inodes: int,
 ) -> None:  # fmt: skip
     available, files_available = int(blocks * free), int(files * free)
     left = room(
@@ -56,9 +56,7 @@ def test_room_never_exceeds_budget_or_reserve(
 
 
 def test_room_has_enough_inodes_where_they_are_not_counted() -> None:
-    left = room(
-        disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=SpaceLeft(0, 0)
-    )
+    left = room(disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=Amount(0, 0))
     assert left.inodes > 2**60
     assert left.bytes == 5000 * 4096 - space.HEADROOM_BYTES
 

@@ -1,5 +1,6 @@
 """Files that a generation takes over from the one before it: which ones, and what they count."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -40,6 +41,21 @@ def test_version_without_a_change_version_must_be_older_than_the_snapshot() -> N
 
 def test_inodes_that_ceph_fuse_numbers_by_snapshot_are_the_same() -> None:
     assert share.same_version(NOW, NOW._replace(ino=42 + (3 << 48)), 0)
+
+
+def test_directory_whose_entries_cannot_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    opened = index.Index.open(tmp_path / index.NAME)
+    opened.add_root(NOW)
+    with opened.transaction() as db:
+        db.execute("INSERT INTO manifest (directory, entries) VALUES (?, ?)", (index.ROOT, b"x"))
+    opened.close()
+    before = share.Shared(str(tmp_path), 0)
+    with contextlib.ExitStack() as stack:
+        assert before.directory(["none"], stack) is None  # sqlite has its files open from here on
+        held = len(os.listdir("/proc/self/fd"))
+        assert before.directory([], stack) is None
+    assert len(os.listdir("/proc/self/fd")) == held
 
 
 class Two:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache.fill import control, protocol
-from cache.fill.protocol import Commit, Link, Listed, Seal, StagedFolder
+from cache.fill.protocol import Commit, Link, Listed, StagedFolder
 from cache.fill.worker import Worker
 from cache.sources import roots
 from cache.store import tree
@@ -48,7 +48,7 @@ def stage(area: Path, chunk: str, *names: str) -> None:
         (folder / name).write_bytes(b"same bytes")
 
 
-def commit(folder: str, *links: tuple[str, str], seals: list[Seal] | None = None) -> Commit:
+def commit(folder: str, *links: tuple[str, str], seals: list[Listed] | None = None) -> Commit:
     staged = StagedFolder(
         folder=folder, directory=7, path=["d"], links=[Link(*link) for link in links],
         mtime_ns=5 * 10**17,
@@ -81,7 +81,7 @@ def test_commit_can_be_done_again(area: Path, worker: Worker) -> None:
 def test_seal_needs_all_entries(area: Path, worker: Worker) -> None:
     stage(area, "1", "one")
     wrong, right = (
-        Seal(directory=7, path=["d"], entries=entries, mtime_ns=10**18) for entries in (2, 1)
+        Listed(directory=7, path=["d"], entries=entries, mtime_ns=10**18) for entries in (2, 1)
     )
     done: Any = worker.do(commit("1", seals=[wrong]))
     assert (done.sealed, done.missing) == ([], [7])

@@ -106,7 +106,7 @@ class Node:
             state="complete", completed=1.0, files=stored, done_files=stored, bytes=SIZE,
             done_bytes=SIZE, used=image_copy.used(folder),
         )  # fmt: skip
-        dataset.show_kept_figures()
+        dataset.current.show_kept_figures()
         await dataset.publish(Stage.STORE)
         return dataset
 
@@ -218,7 +218,7 @@ async def test_what_a_killed_agent_began_the_next_one_ends(node: Node) -> None:
     await dataset.change(state="partial", evicting=True, left_files=record.files)
     again = node.known("a")
     again.generation = dataset.generation
-    again.show_kept_figures()
+    again.current.show_kept_figures()
     again.stage = dataset.stage
     assert not again.listed(), "no range is read from the copy any more"
     await node.budgets.finish(again)

@@ -61,7 +61,7 @@ class Node:
         dataset.generation = dataclasses.replace(
             dataset.generation, state="complete", used=used, inodes=110, done_files=100
         )
-        dataset.show_kept_figures()
+        dataset.current.show_kept_figures()
         self.datasets[name] = dataset
         return dataset
 
@@ -71,7 +71,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     return Node(tmp_path, monkeypatch)
 
 
-def left(allowed: protocol.Limits, used: int, inodes: int) -> space.Balance:
+def left(allowed: protocol.Limits, used: int, inodes: int) -> subset.Amount:
     """What they leave on a disk of which half is free."""
     whole, half = 10**6, 5 * 10**5
     disk = os.statvfs_result((4096, 4096, whole, half, half, whole, half, half, 0, 255))
