@@ -226,7 +226,7 @@ def step_colour(defaults: dict[str, Any], value: float) -> str:
 
 def expression(target: dict[str, Any]) -> str:
     text = str(target["expr"])
-    return text.replace("$instance", NODE).replace("$__rate_interval", INTERVAL)
+    return text.replace("$node", NODE).replace("$__rate_interval", INTERVAL)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in board["panels"] if each["type"] != "row"]
 
 
-def queries(instance: str) -> list[tuple[str, str]]:
+def queries(node: str) -> list[tuple[str, str]]:
     """Title and query of every panel and variable, with Grafana's variables replaced."""
     found = [
         (panel["title"], target["expr"])
@@ -58,7 +58,7 @@ def queries(instance: str) -> list[tuple[str, str]]:
     ]
     wide = f"{10 * SCRAPE_SECONDS}s"
     return [
-        (title, text.replace("$instance", instance).replace("$__rate_interval", wide))
+        (title, text.replace("$node", node).replace("$__rate_interval", wide))
         for title, text in found
     ]
 
@@ -89,6 +89,14 @@ def test_panels_are_whole_and_do_not_overlap(name: str) -> None:
                                       range(at["y"], at["y"] + at["h"])))  # fmt: skip
         assert not cells & taken, panel["title"]
         taken |= cells
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_node_is_shown_and_chosen_by_its_name(name: str) -> None:
+    """Not by its address. Series of one target are joined by what makes it one."""
+    for part in (*panels(BOARDS[name]), *BOARDS[name]["templating"]["list"]):
+        text = json.dumps(part).replace("on(instance, job)", "")
+        assert "instance" not in text, part.get("title", part.get("name"))
 
 
 def test_promtool_takes_every_query(tmp_path: Path) -> None:

@@ -20,14 +20,17 @@ class QueryError(Exception):
 
 
 class Prometheus:
-    """Scrapes ``targets`` (a name and HOST:PORT each, the name is the label ``instance``).
+    """Scrapes ``targets`` (HOST:PORT by the name that is their label ``instance`` and ``node``).
 
     ``more``: of the scrape, as in Prometheus' file."""
 
     def __init__(self, folder: Path, targets: dict[str, str], **more: Any) -> None:
         folder.mkdir(parents=True)
         self._address = f"127.0.0.1:{ports.free(1)[0]}"
-        static = [{"targets": [at], "labels": {"instance": name}} for name, at in targets.items()]
+        static = [
+            {"targets": [at], "labels": {"instance": name, "node": name}}
+            for name, at in targets.items()
+        ]
         often = f"{SCRAPE_SECONDS}s"
         scrape = {"job_name": "nodeagent", "static_configs": static, **more}
         (folder / "prometheus.yml").write_text(
