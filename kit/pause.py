@@ -2,14 +2,9 @@
 so much per second may come.
 """
 
-import contextlib
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import asyncio
 
 _MOST_DOUBLINGS = 32  # a float has room for them
 
@@ -23,15 +18,6 @@ def grown(failures: int, first: float, longest: float) -> float:
 def jittered(seconds: float) -> float:
     """``seconds``, less up to a quarter by chance."""
     return seconds * random.uniform(0.75, 1.0)
-
-
-async def until(event: "asyncio.Event", seconds: float | None) -> None:
-    """Wait until ``event`` is set, or ``seconds`` are over; None: however long that takes."""
-    import asyncio  # too much for the passes of a cache, which have buckets only
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
 
 
 class Backoff:

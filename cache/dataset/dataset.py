@@ -28,7 +28,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.formats
-import kit.pause
+import kit.tasks
 from cache.dataset import due, hits, kept, standing
 from cache.dataset.action import Action, Facts, next_action
 from cache.dataset.figures import Job, Loss, Scrub, Scrubs, Verification
@@ -331,7 +331,7 @@ class Dataset(standing.Standing):
                 self._note_trouble(error)
             if not acted:
                 patience = self.due.patience(complete=self._served_by_store())
-                await kit.pause.until(self._wake, patience)
+                await kit.tasks.until(self._wake, patience)
 
     def _half_removed(self) -> bool:
         """An earlier agent ended while it removed it, and nobody has it now."""

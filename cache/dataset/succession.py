@@ -24,7 +24,7 @@ import structlog
 
 import kit.child
 import kit.errors
-import kit.pause
+import kit.tasks
 from cache.dataset import due, leaving
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
 from cache.dataset.generation import STORE_SECONDS, Generation, bad_left
@@ -149,7 +149,7 @@ class Succession:
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 self._failed(error)
             if not acted:
-                await kit.pause.until(self._wake, self._patience())
+                await kit.tasks.until(self._wake, self._patience())
 
     async def _look_at_mounts(self) -> None:
         """Find what an earlier agent mounted by its id, and detach what has no tree any more."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 import kit.errors
-import kit.pause
+import kit.tasks
 from cache.dataset.dataset import Dataset
 from cache.dataset.standing import finding
 from cache.dataset.succession import Succession
@@ -129,7 +129,7 @@ class ViewWatch:
                     said = str(error)
                     patience = AGAIN_SECONDS
                 await asyncio.sleep(max(LEAST_SECONDS, (time.monotonic() - began) / SHARE))
-                await kit.pause.until(self._changed, patience)
+                await kit.tasks.until(self._changed, patience)
         finally:
             watch.close()
 

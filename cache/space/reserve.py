@@ -12,7 +12,7 @@ import structlog
 
 import kit.child
 import kit.errors
-import kit.pause
+import kit.tasks
 from cache.fill import space
 from cache.fill.protocol import Least
 from cache.settings import CacheSettings
@@ -69,7 +69,7 @@ class Reserve:
         while True:
             self._wake.clear()
             await self.look()
-            await kit.pause.until(self._wake, LOOK_SECONDS)
+            await kit.tasks.until(self._wake, LOOK_SECONDS)
 
     async def look(self) -> None:
         """Take what the kubelet says now. While it says nothing, what it said last counts."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 import kit.errors
-import kit.pause
+import kit.tasks
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction
 from cache.space import at_work, budgets
@@ -75,7 +75,7 @@ class Evictor:
                 await self._room_was_made(asked=asked)
                 continue
             patience = budgets.LOOK_SECONDS if self._budgets.over else None
-            await kit.pause.until(self._wake, patience if dataset is None else RETRY_SECONDS)
+            await kit.tasks.until(self._wake, patience if dataset is None else RETRY_SECONDS)
 
     def _freed(self) -> int:
         """SSD bytes since the agent's start."""

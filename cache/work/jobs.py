@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-import kit.pause
+import kit.tasks
 from cache.dataset import due, leaving, standing
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction, Verification
@@ -189,7 +189,7 @@ class Jobs:
                 ran = await self._turn_of(dataset)
             self.evictor.wake()
             if not ran:
-                await kit.pause.until(self._turn, RETRY_SECONDS)
+                await kit.tasks.until(self._turn, RETRY_SECONDS)
 
     async def _turn_of(self, dataset: Dataset) -> bool:
         """Run the job whose turn it is; whether it could run."""

@@ -20,6 +20,7 @@ import structlog
 
 import kit.errors
 import kit.pause
+import kit.tasks
 from cache.dataset import leaving
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Scrub
@@ -87,7 +88,7 @@ class Scrubber:
             self._wake.clear()
             chosen = self._choose()
             if chosen is None:
-                await kit.pause.until(self._wake, IDLE_SECONDS)
+                await kit.tasks.until(self._wake, IDLE_SECONDS)
                 continue
             dataset = self._datasets[chosen.name]
             self._free.clear()

@@ -1,7 +1,5 @@
 """Pauses grow, end growing, and differ; one that waits for an event ends with it."""
 
-import asyncio
-
 import pytest
 
 from kit import pause
@@ -30,14 +28,3 @@ def test_backoff_begins_anew_after_a_reset() -> None:
     backoff.reset()
 
     assert backoff.next() <= 1
-
-
-@pytest.mark.parametrize(("is_set", "seconds"), [(True, None), (True, 60.0), (False, 0.0)])
-async def test_a_pause_ends_with_its_event_or_its_time(is_set: bool, seconds: float | None) -> None:
-    event = asyncio.Event()
-    if is_set:
-        event.set()
-
-    await pause.until(event, seconds)
-
-    assert event.is_set() is is_set
