@@ -193,7 +193,7 @@ def _series(line: str, number: int) -> dict[str, str]:
 
 
 def test_one_broken_dataset_on_all_nodes_is_one_page(tmp_path: Path) -> None:
-    """One critical alert; deploy/alertmanager/inhibit.yaml inhibits the warning beside it."""
+    """One critical alert; the warning beside it is what inhibit.yaml silences."""
     fires = (("DatasetNotServed", "critical"), ("DatasetSourceSilent", "warning"))
     labels = 'alertname="{}",severity="{}",alertstate="firing",dataset="typo"'
     lines = _OF_ONE_NODE.strip().splitlines()
