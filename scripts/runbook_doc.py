@@ -32,7 +32,7 @@ You were paged about a GPU node:
    first line says whether the node is well.
 2. Find the [symptom](#symptoms), the finding or the alert below. The finding's message names the
    cause. On the node, `http://127.0.0.1:9470/runbook` shows these entries without a network.
-3. Not solved? `nodeagent support-bundle` makes one file for your helper, without secrets.
+3. Not solved? `nodeagent support-bundle` makes one file for whoever helps you, without secrets.
 
 The agent is not in the data path. A stop or restart of the agent does not change running jobs.
 """
@@ -91,7 +91,7 @@ SYMPTOMS = (
         "Node pulls an image that should be there",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",
     ),
-    ("Images missing from the settings by mistake", "ImagesDropped, before you free any disk"),
+    ("Images missing from the settings by mistake", "ImagesDropped"),
 )
 
 
