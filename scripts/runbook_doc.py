@@ -1,11 +1,13 @@
 """Write docs/runbook.md from nodeagent/shown/runbook.yaml.
 
 The page has what the yaml has, and beside it links, severities and a table by symptom. The yaml
-stays plain text, because the status page shows it as it is.
+stays plain text, because the status page shows it as it is. Tests check that the page is current,
+and that no finding and no alert is missing.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -15,27 +17,24 @@ from volumes.audit import evaluate
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "runbook.md"
+WIDTH = 118
 _PAGE = re.compile(r"docs/(\w+\.md)(?:#([\w-]+))?")
+# What stands in quotes is a command or a word to type; 's is none.
+_QUOTED = re.compile(r"(?<!\w)'([^'\n]+)'(?!\w)")
+_TIED = "\0"  # a space at which no line ends
 
 HEAD = """\
 # Runbook
 
-You were paged about a GPU node. Three steps:
+You were paged about a GPU node:
 
-1. `nodeagent status`, on the node or in its agent's pod ([where](#where-commands-run)). Its first
-   line says in one sentence whether the node is well; the rest says what is not.
-2. Look up the [symptom](#by-symptom), the finding or the alert below. The status page (on the node
-   `http://127.0.0.1:9470/`) links each finding to its entry, and shows the entries at `/runbook`,
-   without a network.
-3. If that does not end it: `nodeagent support-bundle` makes one file for whoever helps you.
-   Secrets are taken out of it.
+1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)). Its
+   first line says whether the node is well.
+2. Find the [symptom](#symptoms), the finding or the alert below. The finding's message names the
+   cause. On the node, `http://127.0.0.1:9470/runbook` shows these entries without a network.
+3. Not solved? `nodeagent support-bundle` makes one file for whoever helps you, without secrets.
 
-The agent is never in the data path. Stopping or restarting it neither helps nor harms a running
-job: the kernel serves the data and refuses the formats.
-
-`scripts/runbook_doc.py` makes this page from `nodeagent/shown/runbook.yaml`; tests check that it is
-current and that no finding and no alert is missing. Severities of the audit's rules can be changed
-by the settings (`volumes.audit.rules`).
+The agent is not in the data path. A stop or restart of the agent does not change running jobs.
 """
 
 # Commands of the entries, and where they run.
@@ -43,96 +42,64 @@ PLACES = (
     (
         "`nodeagent …`",
         (
-            "on the node, or with the chart in its agent's pod: "
-            "`kubectl -n nodeagent get pods -o wide --field-selector spec.nodeName=NODE` has "
-            "the pod, then `kubectl -n nodeagent exec POD -- nodeagent status`"
+            "on the node, or `kubectl -n nodeagent exec POD -- nodeagent …`; "
+            "`kubectl -n nodeagent get pods -o wide --field-selector spec.nodeName=NODE` finds POD"
         ),
     ),
-    (
-        (
-            "`smartctl`, `findmnt`, `df`, `lsmod`, `ps`, `systemctl`, `timedatectl`, `ip`, `ping`, "
-            "`crictl`, `ctr`, the kernel's log"
-        ),
-        "on the node, as root; the agent's image does not have all of them",
-    ),
-    ("`rbd unmap`", "on the node, or in the container of ceph-csi's node plugin there"),
-    (
-        "`ceph …`, other `rbd …`",
-        "on a host with an admin key of the cluster; the agent's image has neither",
-    ),
-    ("`kubectl`, `helm`", "where you administer the cluster"),
+    ("`rbd unmap`", "on the node, or in its ceph-csi node plugin"),
+    ("`ceph …`, other `rbd …`", "on a host with an admin key of the cluster"),
+    ("all others", "on the node, as root"),
 )
 
 # What somebody sees who does not know the finding yet, and the entries to read in this order.
 SYMPTOMS = (
+    ("Pod in ContainerCreating, event `format of disk … Operation not permitted`", "format-denied"),
     (
-        (
-            "a pod stays in ContainerCreating; its event says "
-            "`format of disk … Operation not permitted`"
-        ),
-        "format-denied",
+        "Pod in ContainerCreating, event `FailedMount` for a dataset",
+        "docs/kubernetes.md#when-the-pod-does-not-start",
     ),
     (
-        "a pod stays in ContainerCreating with `FailedMount` of a dataset",
-        "the table in docs/kubernetes.md#when-the-pod-does-not-start",
+        "Pod Pending, requires the label of a dataset",
+        "dataset-partial, label-limit, label-refused, docs/kubernetes.md#on-some-of-the-nodes",
     ),
     (
-        "a pod stays Pending and asks for the label of a dataset",
-        "dataset-partial, docs/kubernetes.md#on-some-of-the-nodes, label-limit, label-refused",
+        "Pod Terminating, or its volume is busy",
+        "busy-mount, leaked-mount, unmap-failing; a dataset: docs/kubernetes.md#what-holds",
+    ),
+    ("Jobs hang in reads of a dataset", "DatasetSourceSilent"),
+    (
+        "Jobs get I/O errors from a dataset",
+        "store-unusable, dataset-not-served",
     ),
     (
-        "a pod stays Terminating, or its volume cannot be unmounted or unmapped (busy)",
-        (
-            "busy-mount, leaked-mount, unmap-failing. Of a dataset: does an agent run there? "
-            "docs/kubernetes.md#what-holds"
-        ),
-    ),
-    (
-        "jobs hang in reads of a dataset, or its Ceph cluster is away",
-        "DatasetSourceSilent",
-    ),
-    (
-        "the API server was restored from a backup, or has another etcd",
-        "docs/kubernetes.md#after-a-restore",
-    ),
-    (
-        "a volume cannot move to another node, or is attached on two",
-        "leaked-mount, mapped-elsewhere",
-    ),
-    (
-        "a volume that held data shows up empty",
-        "content-missing. Format nothing",
-    ),
-    (
-        "reads or writes of a volume fail",
-        "blocklisted-client, volume-unreadable",
-    ),
-    ("processes hang in state D", "probe-hangs, ChildrenAbandoned"),
-    ("jobs get I/O errors from a dataset", "store-unusable, dataset-not-served"),
-    (
-        "jobs read a dataset slowly",
+        "Jobs read a dataset slowly",
         "dataset-partial, dataset-suspect, dataset-not-filled, store-unusable",
     ),
     (
-        "jobs on two nodes read different versions of a dataset",
+        "Nodes show different versions of a dataset",
         "dataset-update-stuck, dataset-source-changed",
     ),
+    ("API server restored from a backup", "docs/kubernetes.md#after-a-restore"),
     (
-        "a node pulls an image that should be there",
+        "Volume attached on two nodes, or cannot move",
+        "leaked-mount, mapped-elsewhere",
+    ),
+    ("Volume that held data is empty", "content-missing"),
+    ("Volume has I/O errors", "blocklisted-client, volume-unreadable"),
+    ("Processes in state D", "probe-hangs, ChildrenAbandoned"),
+    (
+        "Node pulls an image that should be there",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",
     ),
-    (
-        "somebody took images out of the settings by mistake",
-        "ImagesDropped, before you free any disk",
-    ),
+    ("Images missing from the settings by mistake", "ImagesDropped"),
 )
 
 
-def _heading(page: str, anchor: str) -> str:
-    """The words of a heading. KeyError when the page has no such anchor."""
+def _check(page: str, anchor: str) -> None:
+    """KeyError when the page has no such heading."""
     for words in re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(), re.MULTILINE):
         if re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip().lower()) == anchor:
-            return str(words)
+            return
     raise KeyError(f"docs/{page}#{anchor}")
 
 
@@ -140,16 +107,35 @@ def _page_link(match: re.Match[str]) -> str:
     page, anchor = match[1], match[2]
     if not anchor:
         return f"[{page}]({page})"
-    return f"[{page}: {_heading(page, anchor)}]({page}#{anchor})"
+    _check(page, anchor)
+    return f"[{page}#{anchor}]({page}#{anchor})"
 
 
 def _linked(text: str, names: Iterable[str]) -> str:
-    """With links to pages and to other entries; what a command in quotes has stays."""
-    text = _PAGE.sub(_page_link, text)
+    """With links to pages and to other entries; what stands in quotes becomes code."""
     every = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    return re.sub(
-        rf"(?<![\w'#/(\[-])({every})(?![\w'-])", lambda m: f"[{m[1]}](#{m[1].lower()})", text
-    )
+    entry = re.compile(rf"(?<![\w'#/(\[-])({every})(?![\w'-])|(?<=\()({every})(?=[,)])")
+    parts = _QUOTED.split(text)
+    for number, part in enumerate(parts):
+        if number % 2:
+            parts[number] = f"`{part}`"
+        else:
+            part = _PAGE.sub(_page_link, part)
+            parts[number] = entry.sub(
+                lambda m: f"[{m[1] or m[2]}](#{(m[1] or m[2]).lower()})", part
+            )
+    return "".join(parts)
+
+
+def _wrapped(text: str, indent: str = "") -> Iterator[str]:
+    """Lines of a paragraph or of a step; no line ends inside code."""
+    if re.match(r"\d+\. |\* ", text):
+        indent += " " * len(text.split(" ")[0]) + " "
+    tied = re.sub(r"`[^`]+`", lambda m: m[0].replace(" ", _TIED), text)
+    for line in textwrap.wrap(
+        tied, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ):
+        yield line.replace(_TIED, " ")
 
 
 def severities() -> Mapping[str, str]:
@@ -167,27 +153,41 @@ def _section(entries: Iterable[page.RunbookEntry], known: Mapping[str, str]) -> 
     names = {each.name for each in page.runbook_entries()}
     for each in entries:
         others = names - {each.name}
-        lines += [
-            f"### {each.name}",
-            "",
-            f"*{known[each.name]}.* {_linked(each.means, others)}",
-            "",
-        ]
-        if each.see:
-            lines += [f"Behind it: [{each.see}](#{each.see}).", ""]
-        look, do = _linked(each.look, others), _linked(each.do, others)
-        lines += [f"* **Look:** {look}", f"* **Do:** {do}", ""]
+        behind = f" See [{each.see}](#{each.see})." if each.see else ""
+        means = f"*{known[each.name]}.* {_linked(each.means, others)}{behind}"
+        lines += [f"### {each.name}", "", *_wrapped(means), ""]
+        if each.look and not behind:
+            lines += [*_wrapped(f"**Check:** {_linked(each.look, others)}"), ""]
+        if each.do and not behind:
+            lines += [*_steps(_linked(each.do, others)), ""]
     return lines
+
+
+def _steps(text: str) -> Iterator[str]:
+    """Sentences, and lists with an empty line before and after."""
+    listed = False
+    first, *more = text.split("\n")
+    if re.match(r"\d+\. |\* ", first):
+        first, more = "", [first, *more]
+    yield from _wrapped(f"**Do:** {first}".rstrip())
+    for line in more:
+        step = re.match(r"\d+\. |\* ", line) is not None
+        if step is not listed:
+            yield ""
+        listed = step
+        yield from _wrapped(line)
 
 
 def document() -> str:
     """The whole page."""
     every, known = page.runbook_entries(), severities()
     names = [each.name for each in every]
-    lines = [HEAD, "## By symptom", "", "| you see | read |", "| --- | --- |"]
-    lines += [f"| {seen} | {_linked(read, names)} |" for seen, read in SYMPTOMS]
-    lines += ["", "## Where commands run", "", "| command | where |", "| --- | --- |"]
-    lines += [f"| {command} | {where} |" for command, where in PLACES]
+    lines = [HEAD, "## Symptoms", ""]
+    for seen, read in SYMPTOMS:
+        lines += _wrapped(f"* {seen}: {_linked(read, names)}")
+    lines += ["", "## Where to run commands", ""]
+    for command, where in PLACES:
+        lines += _wrapped(f"* {command}: {where}")
     lines += ["", "## Findings", "", *_section((e for e in every if not e.is_alert), known)]
     lines += ["## Alerts", "", *_section((e for e in every if e.is_alert), known)]
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -204,8 +204,8 @@ def _findings(now: overview.Overview) -> str:
     lines = []
     for each in now.findings[:MOST_FINDINGS]:
         link = ""
-        if runbook_entry(each.rule) is not None:
-            link = f" <a href='/runbook#{escape(each.rule)}'>runbook: {escape(each.rule)}</a>"
+        if (entry := runbook_entry(each.rule)) is not None:  # log lines have one for all
+            link = f" <a href='/runbook#{escape(entry.name)}'>runbook: {escape(each.rule)}</a>"
         lines.append(
             f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
             f"<p class=what>{escape(each.subject)}</p><p>{escape(each.message)}</p>"
@@ -309,7 +309,7 @@ def runbook() -> str:
     parts = ["<section class=wide><h1>Runbook</h1><dl>"]
     for each in runbook_entries():
         parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
-        for word, text in (("", each.means), ("Look: ", each.look), ("Do: ", each.do)):
+        for word, text in (("", each.means), ("Check: ", each.look), ("Do: ", each.do)):
             parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
     parts.append("</dl></section>")
     back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
