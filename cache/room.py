@@ -53,24 +53,24 @@ class DatasetStatus(kit.settings.Shown):
     name: str
     """Name of the dataset."""
     state: str
-    """complete, filling, partial, failed, paused, ...: as 'nodeagent dataset list' shows it."""
+    """complete, filling, partial, failed, paused, ...: as in 'nodeagent dataset list'."""
     generation: str = ""
-    """Which version it is: a digest of what names the source, its snapshot included."""
+    """Id of the version that jobs read."""
     served_by: str = ""
-    """What jobs read now: none, source, overlay or store."""
+    """What jobs read: none, source, overlay or store."""
     bytes: int = 0
-    """Bytes of the dataset, as far as they are counted."""
+    """Bytes of the dataset, as far as counted."""
     done_bytes: int = 0
-    """Of these, bytes on the node's SSD; while it fills, in steps of 5 % of the whole."""
+    """Bytes on the SSD. During a fill, in steps of 5 % of the whole."""
     percent: int = 0
-    """Share of the bytes on the SSD, in steps of 5 while it fills; 100 only when complete."""
+    """Share on the SSD. During a fill, in steps of 5. 100: complete."""
     waits_for: str = ""
-    """For whom its fill, which was stopped, waits now: a dataset, its priority, and whether that is
-    its verify, its eviction or wanted now. It goes on by itself."""
+    """What an interrupted fill waits for: a dataset, its priority, and its job. The fill continues
+    automatically."""
     message: str = ""
-    """Why it is not complete; who uses a deleted one."""
+    """Why it is not complete, or who uses a deleted one."""
     scrubbed: str = ""
-    """When the last whole scrub of it ended (RFC 3339); empty before the first one."""
+    """End of the last complete scrub (RFC 3339). Empty before the first one."""
 
 
 def report(component: "Cache") -> list[DatasetStatus]:

@@ -460,7 +460,7 @@ def metrics(
     sizes = {name: row["bytes"]["total"] for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
     stored = {name: row["bytes"]["done"] for name, row in shown.items()}
-    text = "Those bytes of the dataset that are stored, as its source counts them."
+    text = "Stored bytes of the dataset, in the sizes of its source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row["files"]["failed"] for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -469,12 +469,12 @@ def metrics(
     text = "What serves the dataset's view, as a label; the value is 1."
     yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
     on_ssd = {name: row["store_bytes"] for name, row in shown.items()}
-    yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
+    yield gauge("cache_store_bytes", "SSD bytes that the dataset takes.", on_ssd, "dataset")
     made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
-    text = "Unix time of the snapshot that is served; no series where it is not known."
+    text = "Unix time of the snapshot that jobs read."
     yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
     ratios = {name: row["hits"]["ratio"] for name, row in shown.items() if row["hits"]}
-    text = "Share of opened files that are on the SSD, a sample; no series where it is not known."
+    text = "Share of opened files that are on the SSD (a sample)."
     yield gauge("cache_hit_ratio", text, ratios, "dataset")
     # The source of a complete dataset is let go when the last look at it found no trouble.
     answers = {
@@ -482,16 +482,16 @@ def metrics(
         or (row["state"] == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0 while the source does not answer; 1 also while a complete dataset needs none."
+    text = "0: the source does not answer. A complete dataset that needs no source has 1."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
     yield gauge("cache_generations", "Generations of all datasets that are stored.", kept)
-    yield gauge("cache_budget_bytes", "Most bytes the store may take.", budget)
+    yield gauge("cache_budget_bytes", "Maximum bytes of the store.", budget)
     yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
     text = "The health of the store's disk, as a label; the value is 1."
     yield state("cache_store_health", text, {(): store}, "state")
     totals = sum((each.totals() for each in datasets.values()), past)
-    text = "Files that were taken out of the store."
+    text = "Evicted files."
     yield counter("cache_evicted_files", text, totals.evicted_files)
     text = "Bytes that scrubs have read from the store."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
@@ -507,8 +507,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Unix time at which the last whole scrub of a dataset ended, of the dataset where that "
-    text += "is longest ago; no series before the first scrub."
+    text = "Oldest end of a dataset's last complete scrub. No series before the first one."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

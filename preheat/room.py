@@ -22,15 +22,15 @@ class ImageStatus(kit.settings.Shown):
     ref: str
     """Its reference."""
     digest: str = ""
-    """What the tag names, as far as it is known."""
+    """Digest of the tag, if known."""
     state: str
-    """ready, pulling, unpacking, waiting, failed, ...: as 'nodeagent image list' shows it."""
+    """ready, pulling, unpacking, waiting, failed, ...: as in 'nodeagent image list'."""
     pinned: bool = False
-    """Whether garbage collection leaves it alone."""
+    """Whether garbage collection keeps it."""
     bytes: int = 0
-    """Compressed bytes, as the registry serves them."""
+    """Compressed bytes."""
     percent: int = 0
-    """Share of the bytes that is on the node, in steps of 5 while it is pulled; 100 when ready."""
+    """Share on the node. During a pull, in steps of 5. 100: ready."""
     message: str = ""
     """Why it is not ready."""
 

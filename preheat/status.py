@@ -339,10 +339,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             estimate.union(pin.parts for pin in seen.pinned),
         ),
         "pin_budget_bytes": (
-            "Most bytes that pins may keep.",
+            "Maximum bytes of pinned images.",
             seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget,
         ),
-        "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
+        "missing_bytes": ("Bytes of requested images that are not yet on the node.", sum(missing)),
         "pulls_running": ("Pulls in progress.", len(reconciler.pulls.running)),
         "disk_pressure": (
             "1 while the image disk is above the kubelet's thresholds.",
@@ -353,7 +353,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             honours,
         ),
         "dropped_images": (
-            "Images that the settings list no longer and that wait for their release.",
+            "Images that left the settings and wait for their release.",
             sum(row.dropped_until is not None for row in rows),
         ),
         "unconfirmed_layers": (
@@ -361,7 +361,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             reconciler.durability.unconfirmed,
         ),
         "gc_fights": (
-            "Pinned images that somebody removes more often than heals are allowed.",
+            "Pinned images that somebody removes more often than the agent may heal them.",
             len(healer.fights),
         ),
     }
@@ -381,7 +381,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             reconciler.durability.unpacked_again,
         ),
         "breaker_trips": (
-            "Times the runtime went away on a changing call.",
+            "Times that the runtime went away during a changing call.",
             runtime.connection.breaker.total,
         ),
     }
@@ -389,7 +389,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         yield counter(f"preheat_{name}", text, value)
     yield counter(
         "preheat_saved_bytes",
-        "Bytes that did not have to be fetched when needed.",
+        "Bytes that needed no download.",
         {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes},
         "how",
     )

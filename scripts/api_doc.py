@@ -1,5 +1,6 @@
 """Write docs/api.md from the OpenAPI document: every call with its role, body and answers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,22 @@ TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 HEAD = """\
 # The admin API
 
-HTTP and JSON, over the agent's unix socket or over TLS with a bearer token;
-[security.md](security.md) says who may call what. The agent serves the whole
-document, OpenAPI 3.1 with every schema, at `/openapi.json`. `nodeagent` on the command line makes
-the same calls ([cli.md](cli.md)).
+HTTP and JSON. The agent listens on a unix socket, and over TCP with TLS and a bearer token if you
+set `admin.api`. The command line makes the same calls ([cli.md](cli.md)).
 
-An error has the same body everywhere, and says what it is about, why, and what to do:
+* Who may call what: [security.md](security.md#who-may-do-what).
+* The whole document (OpenAPI 3.1, with all schemas and error codes): `GET /openapi.json`.
+* Every error has the same body. `exit_code` is the exit code of the command line.
 
 ```json
 {"error": {"message": "…", "thing": "dataset coco", "cause": "…", "remedy": "…", "exit_code": 5}}
 ```
 
-`scripts/api_doc.py` makes this page; a test checks that it is current.
+How to read the lists: "Takes" names the fields of the body or the query, `!` marks required ones.
+"Gives" names a schema below. In a schema, `?` marks a field that may be absent. A field without a
+type is a string.
+
+The page is made by `scripts/api_doc.py`.
 """
 
 
@@ -42,12 +47,11 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _field(name: str, schema: dict[str, Any], required: bool) -> str:
-    notes = [_type(schema), "required" if required else ""]
+    notes = [kind for kind in [_type(schema)] if kind != "string"]
     if "default" in schema:
         notes.append(f"default `{str(schema['default']).lower()}`")
-    words = ", ".join(note for note in notes if note)
-    text = schema.get("description", "")
-    return f"`{name}` ({words}){': ' if text else ''}{text}"
+    said = ": ".join(filter(None, (", ".join(notes), schema.get("description", ""))))
+    return f"`{name}`{'!' if required else ''}{f' ({said})' if said else ''}"
 
 
 def _asks(item: dict[str, Any], call: dict[str, Any]) -> list[str]:
@@ -67,13 +71,31 @@ def _asks(item: dict[str, Any], call: dict[str, Any]) -> list[str]:
 
 
 def _gives(call: dict[str, Any]) -> str:
-    """The answer when all goes well."""
-    status, answer = next((s, a) for s, a in call["responses"].items() if s < "400")
+    """The schema of the answer when all goes well; empty for what has no name."""
+    answer = next(a for s, a in call["responses"].items() if s < "400")
     kinds = {
-        _type(content["schema"]) if "schema" in content else media
-        for media, content in answer.get("content", {}).items()
+        _type(content["schema"])
+        for content in answer.get("content", {}).values()
+        if "$ref" in content.get("schema", {})
     }
-    return f"{status} {', '.join(sorted(kinds))}".strip()
+    return ", ".join(sorted(kinds))
+
+
+def _items(fields: dict[str, Any], required: list[str]) -> Iterator[str]:
+    """An item for each field; one for several that have no description."""
+    plain: list[str] = []
+    for name, schema in fields.items():
+        shown, kind = name if name in required else f"{name}?", _type(schema)
+        text = schema.get("description", "")
+        if text and plain:
+            yield pages.wrapped(f"* {', '.join(plain)}", "  ")
+            plain = []
+        if text:
+            yield pages.item(shown, "" if kind == "string" else kind, text)
+        else:
+            plain.append(f"`{shown}`" + ("" if kind == "string" else f" ({kind})"))
+    if plain:
+        yield pages.wrapped(f"* {', '.join(plain)}", "  ")
 
 
 def document() -> str:
@@ -82,17 +104,17 @@ def document() -> str:
     whole = own.document()
     for path, item in whole["paths"].items():
         words = path.split("/")
-        part = words[2] if words[1] == "v1" else "the process"
+        part = (words[2] if words[1] == "v1" else "the process").capitalize()
         for method in sorted(own.METHODS & item.keys()):
             call = item[method]
-            asks = pages.cell("; ".join(_asks(item, call)))
-            does = pages.cell(call["summary"])
-            row = f"| `{method.upper()} {path}` | {does} | {asks} | {_gives(call)} |"
+            said = [call["summary"]]
+            said += [f"Takes {', '.join(asks)}" for asks in [_asks(item, call)] if asks]
+            said += [f"Gives {gives}" for gives in [_gives(call)] if gives]
+            row = pages.item(f"{method.upper()} {path}", "", f"{'. '.join(said)}.")
             parts.setdefault(part, []).append(row)
     lines = [HEAD]
     for part, rows in parts.items():
-        lines += [f"## {part}", "", "| call | what it does | it takes | it gives |"]
-        lines += ["| --- | --- | --- | --- |", *rows, ""]
+        lines += [f"## {part}", "", *rows, ""]
     lines += ["## Schemas", ""]
     for name, schema in sorted(whole["components"]["schemas"].items()):
         fields = schema.get("properties", {})
@@ -101,13 +123,8 @@ def document() -> str:
         required = schema.get("required", [])
         lines += [f"### {name}", ""]
         if "description" in schema:
-            lines += [pages.cell(schema["description"]), ""]
-        lines += ["| field | type | meaning |", "| --- | --- | --- |"]
-        for field, inner in fields.items():
-            kind = _type(inner) + ("" if field in required else ", may be absent")
-            lines.append(
-                f"| `{field}` | {pages.cell(kind)} | {pages.cell(inner.get('description', ''))} |"
-            )
+            lines += [pages.text(schema["description"]), ""]
+        lines += _items(fields, required)
         lines.append("")
     return "\n".join(lines)
 

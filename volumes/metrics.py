@@ -26,18 +26,18 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
     yield gauge(
         "volumes_guard_in_force",
-        "1 while the kernel does what the settings say.",
+        "1: the kernel enforces the mode of the settings.",
         not guard.in_force.problems(),
     )
     yield gauge(
         "volumes_guard_findings",
-        "Current findings of the guard; no series of a rule that finds nothing.",
+        "Current findings of the guard; no series for a rule that finds nothing.",
         Counter(each.rule for each in found),
         "rule",
     )
     yield gauge(
         "volumes_guard_drivers_not_loaded",
-        "Guarded drivers without a major number: their devices are guarded once they have one.",
+        "Guarded drivers that are not loaded. Their devices are guarded after loading.",
         len(set(guard.in_force.settings.drivers) - guard.driver_names()),
     )
     yield gauge(
@@ -54,7 +54,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     )
     yield counter(
         "volumes_guard_events_lost",
-        "Denials that found the ring buffer full.",
+        "Denials that got lost because the ring buffer was full.",
         counts.get("lost", 0),
     )
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
@@ -67,7 +67,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     )
     yield counter(
         "volumes_guard_denied_then_leased",
-        "Denied attempts whose device got a lease right after, as with every new volume.",
+        "Denied attempts whose device then got a lease, as with every new volume.",
         guard.manager.denials.delayed,
     )
     yield counter(
@@ -104,7 +104,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     inventory, follower, scanner = audit.inventory, audit.follower, audit.scanner
     yield gauge(
         "volume_findings",
-        "Current findings of the audit; no series of a rule that finds nothing.",
+        "Current findings of the audit; no series for a rule that finds nothing.",
         Counter((each.rule, str(each.severity)) for each in audit.findings),
         *("rule", "severity"),
     )
@@ -148,7 +148,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     )
     yield counter(
         "volume_log_restarts",
-        "Times the log child was replaced.",
+        "Restarts of the process that reads logs.",
         follower.restarts if follower else 0,
     )
     yield gauge(

@@ -17,13 +17,13 @@ class GuardStatus(kit.settings.Shown):
     """The format guard of this node."""
 
     mode: str = "off"
-    """off, dry-run or enforce: what is wanted."""
+    """Wanted mode: off, dry-run or enforce."""
     in_force: bool = False
-    """Whether the kernel does it, on every device."""
+    """Whether the kernel enforces this mode on every device."""
     reasons: tuple[str, ...] = ()
-    """Why not; at most 5."""
+    """Why not. At most 5."""
     devices: int = 0
-    """Guarded devices."""
+    """Number of guarded devices."""
 
 
 def report(component: "Volumes") -> GuardStatus:
