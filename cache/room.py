@@ -180,7 +180,7 @@ _STATE_FILES = {
 
 ROOM = Room(
     name="cache",
-    summary="The dataset cache; absent: no cache on this node.",
+    summary="The dataset cache. Without this section it is off.",
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),

@@ -82,7 +82,7 @@ _IMAGES = Intent(
 
 ROOM = Room(
     name="preheat",
-    summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
+    summary="Container images kept ready. Without this section no image is pulled or pinned.",
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),

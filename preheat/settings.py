@@ -35,7 +35,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.units.Seconds = Field(alias="for", gt=0)
-    """How long the image stays pinned after its last use or pull."""
+    """Long form of a time: `pin: {for: 72h}`. It counts from the last use or pull."""
 
 
 def _pin(value: object) -> object:

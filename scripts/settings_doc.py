@@ -35,6 +35,7 @@ each mistake with its line.
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
+* Write the words `"off"` and `"on"` in quotes. YAML takes them for false and true.
 * The agent reads the file again after a change. The log, `/readyz` and the status page name
   settings that need a restart.
 
@@ -55,7 +56,7 @@ kubernetes: {}   # in a pod
 volumes:
   clusters: [{name: main, monitors: ["10.0.0.1:6789"], secret_file: /etc/nodeagent/volumes.key}]
   guard: {mode: dry-run}
-  audit: {rules: {mount-options: {severity: info}}}
+  audit: {rules: {unread-log: {enabled: false}}}
 """,
     "cache": """\
 cache:
@@ -155,6 +156,8 @@ def default(field: FieldInfo) -> str:
     if isinstance(value, tuple):
         listed = ", ".join('"*"' if each == "*" else each for each in value)
         return f"`[{listed}]`"
+    if value in ("on", "off"):  # YAML would take the bare word for true or false
+        value = f'"{value}"'
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

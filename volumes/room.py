@@ -50,7 +50,7 @@ def _traces() -> kit.traces.Traces:
 
 ROOM = Room(
     name="volumes",
-    summary="Format guard and volume audit; absent: neither on this node.",
+    summary="Format guard and volume audit. Without this section both are off.",
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),

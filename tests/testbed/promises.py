@@ -29,7 +29,8 @@ def read(page: str) -> list[Promise]:
     """The items of all lists of the page; proofs of ``make test-long`` follow the word long."""
     found = []
     for item in re.split(r"^\* ", page, flags=re.MULTILINE)[1:]:
-        soon, late = [], []
+        soon: list[str] = []
+        late: list[str] = []
         for line in item.splitlines():
             (late if line.strip().startswith("long:") else soon).extend(_proofs(line))
         text = item.partition("\n")[0].strip()
