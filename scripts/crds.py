@@ -362,8 +362,7 @@ def _of_node() -> Schema:
         columns.append((report.field.title(), "string", f".status.summary.{report.field}", text))
     return _definition(
         kinds.NODE_STORAGE, kinds.NODE_STORAGES, ("nst",),
-        "What the agent of one node holds and finds. Its name is the node's; only that agent "
-        "writes it.",
+        "State and findings of one node. It has the node's name. Only the node's agent writes it.",
         {"status": status}, [],
         _columns(
             *columns,

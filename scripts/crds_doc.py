@@ -74,9 +74,10 @@ def document() -> str:
         lines += [f"`{api}`, {scope}-wide, short: {short}.", ""]
         for part in ("spec", "status"):
             rows = _rows(schema["properties"].get(part, {}), f"{part}.")
+            rows = [row.removesuffix(f": {schema['description']}") for row in rows]
             known = seen.setdefault("\n".join(rows), names["kind"])
             if rows and known != names["kind"]:
-                rows = [f"Its `{part}` has the same fields as that of {known}."]
+                rows = [f"The same fields as of {known}."]
             lines += [f"{part.capitalize()}:", "", *rows, ""] if rows else []
         rules = schema["properties"].get("spec", {}).get("x-kubernetes-validations", [])
         if rules:
