@@ -50,22 +50,17 @@ class DatasetStatus(kit.settings.Shown):
     """One dataset on this node."""
 
     name: str  # Name of the dataset.
-    # complete, filling, partial, failed, paused, ...: as 'nodeagent dataset list' shows it.
-    state: str
-    # Which version it is: a digest of what names the source, its snapshot included.
-    generation: str = ""
-    served_by: str = ""  # What jobs read now: none, source, overlay or store.
-    bytes: int = 0  # Bytes of the dataset, as far as they are counted.
-    # Of these, bytes on the node's SSD; while it fills, in steps of 5 % of the whole.
-    done_bytes: int = 0
-    # Share of the bytes on the SSD, in steps of 5 while it fills; 100 only when complete.
-    percent: int = 0
-    # For whom its fill, which was stopped, waits now: a dataset, its priority, and whether that is
-    # its verify, its eviction or wanted now. It goes on by itself.
+    state: str  # complete, filling, partial, failed, paused, ...: as in 'nodeagent dataset list'.
+    generation: str = ""  # Id of the version that jobs read.
+    served_by: str = ""  # What jobs read: none, source, overlay or store.
+    bytes: int = 0  # Bytes of the dataset, as far as counted.
+    done_bytes: int = 0  # Bytes on the SSD. During a fill, in steps of 5 % of the whole.
+    percent: int = 0  # Share on the SSD. During a fill, in steps of 5. 100: complete.
+    # What an interrupted fill waits for: a dataset, its priority, and its job. The fill continues
+    # automatically.
     waits_for: str = ""
-    message: str = ""  # Why it is not complete; who uses a deleted one.
-    # When the last whole scrub of it ended (RFC 3339); empty before the first one.
-    scrubbed: str = ""
+    message: str = ""  # Why it is not complete, or who uses a deleted one.
+    scrubbed: str = ""  # End of the last complete scrub (RFC 3339). Empty before the first one.
 
 
 def report(component: "Cache") -> list[DatasetStatus]:
@@ -164,7 +159,7 @@ _STATE_FILES = {
 
 ROOM = Room(
     name="cache",
-    summary="The dataset cache; absent: no cache on this node.",
+    summary="The dataset cache. Without this section it is off.",
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),

@@ -28,7 +28,7 @@ class DirSource(kit.settings.Section):
     kind: Literal["dir"]
     """A directory that something else has mounted."""
     path: kit.settings.AbsolutePath
-    """The directory that is the dataset's root."""
+    """Root directory of the dataset, already mounted."""
 
     needs: ClassVar = "a .snap path"
     _by_object: bool = PrivateAttr(default=False)
@@ -57,19 +57,20 @@ class CephfsSource(kit.settings.Section):
     filesystem: kit.settings.Word = "cephfs"
     """Name of the file system in the cluster."""
     path: str = "/"
-    """Directory in the file system; the dataset's root."""
+    """Root directory of the dataset in the file system."""
     snapshot: str | None = None
-    """Name under .snap of path; needed by 'freshness: snapshot'. Another one is an update."""
+    """Name of a snapshot in `path`/.snap. 'freshness: snapshot' needs it. Another name is an
+    update."""
     manifest: str | None = Field(default=None, max_length=4096)
-    """Manifest of the snapshot, read instead of listing its directories; where it cannot be used,
-    they are listed. A path below 'path', as it is now; one that begins with '/' is on this host.
-    {snapshot} stands for the name of the snapshot. 'nodeagent dataset publish-manifest NAME --to
-    FILE' writes it."""
+    """Manifest of the snapshot. Nodes read it instead of listing directories. If they cannot use
+    it, they list. The file is below 'path', or on this host if it begins with '/'. {snapshot}
+    stands for the snapshot's name. 'nodeagent dataset publish-manifest NAME --to FILE' writes
+    it."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
-    """auto: the kernel client where the kernel has it, else ceph-fuse."""
+    """auto: kernel client if the kernel has it, else ceph-fuse. kernel, fuse: only this client."""
 
     needs: ClassVar = "source.snapshot"
 
@@ -118,18 +119,17 @@ class RbdSource(kit.settings.Section):
     namespace: str = ""
     """Namespace in the pool."""
     image: kit.settings.Word
-    """Name of the image. It is not encrypted."""
+    """Name of the image. Encrypted images do not work."""
     snapshot: kit.settings.Word
-    """Name of the snapshot; it is the dataset's version."""
+    """Name of the snapshot. It is the version of the dataset."""
     partition: int = Field(0, ge=0, le=128)
-    """Number of the partition that holds the file system; 0: it is on all of the image."""
+    """Partition that holds the file system. 0: the image has no partitions."""
     user: ceph.settings.User = ceph.settings.USER
-    """cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd-read-only' are
-    enough."""
+    """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd-read-only'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "krbd", "none"] = "auto"
-    """auto: jobs read the mapped snapshot while the copy fills, where the kernel has an RBD
-    client. krbd: it must have. none: the view comes with the complete copy."""
+    """auto: jobs read the mapped snapshot during the fill, if the kernel has an RBD client. krbd:
+    this client is required. none: jobs wait for the complete copy."""
 
     needs: ClassVar = "source.snapshot"
     in_snapshot: ClassVar = True
@@ -156,9 +156,9 @@ class PvcSource(kit.settings.Section):
     namespace: kit.settings.Word
     """Namespace of the claim."""
     name: kit.settings.Word
-    """Name of the claim."""
+    """Name of the claim. It needs the annotation nodeagent.io/cache: allowed."""
     snapshot: kit.settings.Word | None = None
-    """Name of a VolumeSnapshot in that namespace; needed by 'freshness: snapshot'."""
+    """Name of a VolumeSnapshot in the claim's namespace. 'freshness: snapshot' needs it."""
 
     needs: ClassVar = "source.snapshot (a VolumeSnapshot)"
 
@@ -210,9 +210,9 @@ class ViewAccessSettings(kit.settings.Section):
     group: int = Field(default=0, ge=0, lt=2**32 - 1)
     """Group id of <views>/<name>."""
     mode: str | None = Field(default=None, pattern="^0?[0-7]{3}$")
-    """Mode of <views>/<name>, octal, quoted. Default: '0755' when everybody may pass each directory
-    above the source, else '0700'. Directories above the path of a CephFS source cannot be seen;
-    there it is '0755'."""
+    """Octal mode of <views>/<name>, in quotes. Default: '0755' if everybody may enter all
+    directories above the source, else '0700'. CephFS: '0755', because the agent cannot see
+    directories above `path`."""
 
 
 class DatasetSettings(kit.settings.Section):
@@ -221,28 +221,27 @@ class DatasetSettings(kit.settings.Section):
     name: str
     """Lower-case letters, digits, '-' and '.'; at most 63 characters."""
     source: Source
-    """Where the files are."""
+    """Where the files are. Its kind: dir, cephfs, rbd or pvc."""
     freshness: Literal["snapshot", "follow", "frozen"]
-    """snapshot: the source is an immutable snapshot; another one is an update. follow: the newest
-    snapshot of the directory, each new one an update. frozen: you promise that the tree does not
-    change."""
+    """snapshot: an immutable snapshot; another one is an update. follow: the newest snapshot of the
+    directory. frozen: you promise that the tree does not change."""
     snapshots: str = Field(default="*", min_length=1, max_length=255)
-    """With 'freshness: follow': which snapshots, a pattern as of file names. '*' leaves out names
-    that begin with '_', which are snapshots of directories above."""
+    """For 'freshness: follow': shell pattern of snapshot names. '*' excludes names that begin with
+    '_' (snapshots of directories above)."""
     earlier: int = Field(default=1, ge=0, le=8)
-    """How many earlier generations are kept for 'dataset rollback', as far as there is room."""
+    """How many earlier generations to keep for 'dataset rollback', if they fit."""
     warm: bool = True
-    """Fill the store without a request of an operator."""
+    """Fill the store automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher is filled first, equal ones by name; a running fill stops for a higher one and goes on
-    after it. Lower gives up room first, of equals the one that jobs used least recently."""
+    """Higher is filled first and evicted last. A fill with higher priority interrupts a running
+    fill. Equal: filled by name; the least recently used is evicted first."""
     budget: kit.units.Bytes = Field(default=0, ge=0)
-    """Most bytes of the store that it may take; 0: as many as the node's budget leaves. What does
-    not fit is read from the source; which files are kept does not change from run to run."""
+    """Maximum bytes in the store. 0: no limit of its own. Jobs read the rest from the source. The
+    same files stay in every run."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Most files and directories in the store; 0: no limit of its own."""
+    """Maximum files and directories in the store. 0: no limit of its own."""
     keep: bool = False
-    """It gives up no room to other datasets, whether jobs use it or not."""
+    """Never evict it for other datasets."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -292,23 +291,23 @@ class FillSettings(kit.settings.Section):
     """How hard a fill may work. These limits change while it runs."""
 
     workers: int = Field(default=8, ge=1, le=64)
-    """Processes that copy. 8 hide the latency of ceph-fuse on 2 cores."""
+    """Processes that copy."""
     bytes_per_second: kit.units.Bytes = Field(default=0, ge=0)
-    """Most bytes read from sources per second; 0: no limit."""
+    """Maximum bytes read from sources per second. 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
-    """Most files read from sources per second; 0: no limit."""
+    """Maximum files read from sources per second. 0: no limit."""
     jitter: kit.units.Seconds = Field(default=0.0, ge=0, le=86400)
-    """Longest wait, of random length, before a snapshot that is new to this node begins to fill, so
-    that not all nodes begin at once. 0: none. An operator's warm or update does not wait."""
+    """Longest random delay before the node fills a new snapshot. It keeps nodes from starting
+    together. Manual warm and update do not wait."""
 
 
 class ScrubSettings(kit.settings.Section):
     """Stored files are read against their checksums in the background, past the page cache."""
 
     every: kit.units.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
-    """From the end of one round over a dataset to the next; 0: only after trouble of the SSD."""
+    """Time between two checks of all stored files. 0: only after SSD errors."""
     bytes_per_second: kit.units.Bytes = Field(default=20 * 1024**2, gt=0)
-    """Most bytes read from the SSD per second."""
+    """Maximum bytes read from the SSD per second."""
     crash_bytes_per_second: ClassVar[kit.units.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
@@ -319,7 +318,8 @@ class CompareSettings(kit.settings.Section):
     their status alone. A difference is a finding; 'nodeagent dataset rescan NAME' takes it over."""
 
     every: kit.units.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
-    """From one round to the next, give or take a tenth; 0: never. A CephFS is mounted for it."""
+    """Time between two comparisons of a frozen dataset with its source, give or take 10 %. 0:
+    never. The agent mounts a CephFS for it."""
     entries: ClassVar[int] = 512
     """About how many files are looked at in a round, and an eighth as many directories. The next
     round looks at others."""
@@ -329,7 +329,7 @@ class CsiSettings(kit.settings.Section):
     """Volumes that pods ask for by the name of a dataset: the CSI driver nodeagent.io."""
 
     enabled: bool = False
-    """Serve volumes and register with the kubelet of this node."""
+    """Serve CSI volumes to pods, and register with the kubelet."""
     wait: ClassVar[kit.units.Seconds] = 20.0
     """How long one request of the kubelet may wait for a dataset before it is answered with the
     reason. The kubelet shows it as an event of the pod, pauses and asks again; it gives up a
@@ -340,21 +340,19 @@ class CacheSettings(kube.settings.RoomSettings):
     """The store on the SSD, the views, and what they hold."""
 
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
-    """Directory on the node's SSD."""
+    """Directory of the store, on the SSD."""
     disk: kit.settings.AbsolutePath | None = None
-    """Mount point of the SSD. While nothing is mounted there the store is not used, and jobs read
-    from the sources: the store must not fill the root disk. Default: the disk on which the store
-    lay first. /: any disk."""
+    """Mount point of the SSD. If nothing is mounted there, the agent does not use the store, and
+    jobs read from the sources. Default: the disk on which the store was first. /: any disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
-    """Where jobs read: <views>/<name>/data. Give pods <views>/<name>."""
+    """Directory of the views. Jobs read <views>/<name>/data. Mount <views>/<name> into pods."""
     budget: kit.units.Bytes = Field(default=500 * 1024**3, gt=0)
-    """Most bytes the store may occupy."""
+    """Maximum bytes of the store."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Most files and directories in the store; 0: as many as the disk has beside the reserve."""
+    """Maximum files and directories in the store. 0: only the reserve limits them."""
     reserve: kit.units.Share = 0.1
-    """Share of the SSD's bytes and inodes that is never used, so that kubelet does not report
-    DiskPressure (by default at 10 % of nodefs). Where 'kubelet.config' tells its thresholds, it
-    is no less than they are, with an eighth of them on top."""
+    """Share of the SSD's bytes and inodes that stays free, so that the kubelet reports no
+    DiskPressure. With `kubelet.config`: at least the kubelet's thresholds and an eighth more."""
     refresh_interval: ClassVar[kit.units.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.units.Seconds] = 15.0
@@ -373,10 +371,10 @@ class CacheSettings(kube.settings.RoomSettings):
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
-    """The only directory of the node in which objects of the cluster may name key files
-    (source.secret_file). A secretRef needs none."""
+    """Only in this directory may objects of the cluster name key files (source.secret_file). A
+    secretRef does not need it."""
     datasets: tuple[DatasetSettings, ...] = ()
-    """What is cached."""
+    """The datasets to cache."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":

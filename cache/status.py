@@ -14,10 +14,10 @@ import kit.processes
 import kit.units
 from cache.dataset import choices, hits
 from cache.dataset.dataset import Dataset
-from cache.dataset.figures import Eviction, Totals, Verification
+from cache.dataset.figures import Eviction, ScrubReason, Totals, Verification
 from cache.dataset.generation import Generation
 from cache.dataset.hits import Ratio
-from cache.dataset.standing import finding, named
+from cache.dataset.standing import State, finding, named
 from cache.store import disk, generations, subset
 from cache.views.view import Stage
 from cache.work import compare
@@ -69,7 +69,7 @@ class ShownUpdate:
 
     generation: str
     snapshot: str = ""
-    state: str = "new"
+    state: generations.State = "new"
     why: str = ""  # why it does not go on
     files: ShownStored = ShownStored()
     bytes: ShownStored = ShownStored()
@@ -86,10 +86,10 @@ class JobRate:
 
 @dataclass(frozen=True)
 class ShownScrub:
-    """The background verification of what is stored."""
+    """Background check of stored files."""
 
     state: str  # empty before the first; running, good, bad, cancelled (goes on later), failed
-    reason: str  # suspect (after errors of the SSD), crash (after an unclean shutdown), round
+    reason: ScrubReason  # suspect: after errors of the SSD; crash: after an unclean shutdown
     why: str
     suspect: bool  # the view shows the source until stored files are verified
     files: ShownChecked
@@ -102,13 +102,9 @@ class ShownScrub:
 
 @dataclass(frozen=True)
 class ShownDataset:
-    """Everything about one dataset."""
-
     name: str
-    # cold, waiting, queued, scanning, filling, paused, cancelled, evicted, partial, complete,
-    # verifying, withdrawing, evicting, failed or removed
-    state: str
-    why: str  # why its state is not better; empty when there is no reason
+    state: State
+    why: str  # reason for the state, or empty
     view: str  # directory that jobs read
     served_by: Stage
     freshness: Literal["snapshot", "follow", "frozen"]
@@ -116,28 +112,27 @@ class ShownDataset:
     warm: bool
     generation: str  # id of the current generation
     snapshot: str | None  # its snapshot
-    update: ShownUpdate | None
+    update: ShownUpdate | None  # next generation
     source: dict[str, Any]  # the settings without secrets, reachable, read_by
     files: EntryCounts
     bytes: ByteCounts
-    estimated: bool  # the totals are not counted yet
-    phase: str
+    estimated: bool  # totals are not counted yet
+    phase: generations.Phase
     rate: JobRate
     eta_seconds: int | None
     store_bytes: int  # SSD bytes that it takes
-    kept_share: float  # part of the files that is kept, 1 when all fit (docs/cache.md)
+    kept_share: float  # share of the files that fit; 1: all
     refreshes: int
     verify: dict[str, Any] | None
     scrub: ShownScrub
-    compare: ShownCompare | None
-    evict: Eviction | None
-    keep: bool  # it gives no room to other datasets
-    hits: Ratio | None
-    # The ratio of each minute of the last hour, the oldest first; null where it was not known.
+    compare: ShownCompare | None  # comparison of a frozen dataset with its source
+    evict: Eviction | None  # last eviction by an operator
+    keep: bool  # never evicted for other datasets
+    hits: Ratio | None  # share of reads from the SSD; null: unknown
+    # Ratio per minute of the last hour, the oldest first; null: unknown.
     hits_history: Sequence[float | None]
-    # Unix time when a job was last seen to use it; before that, when it came.
-    used: int | None
-    used_by: str  # who holds its view now; empty when nobody does
+    used: int | None  # Unix time of the last use by a job; before that, when it was added
+    used_by: str  # who uses the view now, or empty
     completed: float | None  # Unix time
     notes: Sequence[str]
 
@@ -214,12 +209,12 @@ class ShownGeneration:
     state: Literal["current", "next", "earlier", "retired"]
     complete: bool
     suspect: bool  # the SSD had errors since its files were verified
-    damaged: int  # files that were bad on the SSD and are not right again; an earlier one goes
+    damaged: int  # bad files on the SSD; an earlier generation with some is discarded
     why: str  # why it is not complete, or what is wrong with it
     files: int
     bytes: int
     store_bytes: int  # SSD bytes that it takes
-    shared_bytes: int  # those of them that the generation before has too
+    shared_bytes: int  # of these, shared with the generation before
     shared_files: int
     served: float | None  # Unix time since which it served
     users: Sequence[str]  # why it is not discarded yet
@@ -557,7 +552,7 @@ def metrics(
     sizes = {name: row.bytes.total for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Those bytes of the dataset that are stored, as its source counts them."
+    text = "Stored bytes of the dataset, in the sizes of its source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -566,12 +561,12 @@ def metrics(
     text = "What serves the dataset's view, as a label; the value is 1."
     yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
     on_ssd = {name: row.store_bytes for name, row in shown.items()}
-    yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
+    yield gauge("cache_store_bytes", "SSD bytes that the dataset takes.", on_ssd, "dataset")
     made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
-    text = "Unix time of the snapshot that is served; no series where it is not known."
+    text = "Unix time of the snapshot that jobs read."
     yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
     ratios = {name: row.hits.ratio for name, row in shown.items() if row.hits}
-    text = "Share of opened files that are on the SSD, a sample; no series where it is not known."
+    text = "Share of opened files that are on the SSD (a sample)."
     yield gauge("cache_hit_ratio", text, ratios, "dataset")
     # The source of a complete dataset is let go when the last look at it found no trouble.
     answers = {
@@ -579,16 +574,16 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0 while the source does not answer; 1 also while a complete dataset needs none."
+    text = "0: the source does not answer. A complete dataset that needs no source has 1."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
     yield gauge("cache_generations", "Generations of all datasets that are stored.", kept)
-    yield gauge("cache_budget_bytes", "Most bytes the store may take.", budget)
+    yield gauge("cache_budget_bytes", "Maximum bytes of the store.", budget)
     yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
     text = "The health of the store's disk, as a label; the value is 1."
     yield state("cache_store_health", text, {(): store}, "state")
     totals = sum((each.totals() for each in datasets.values()), past)
-    text = "Files that were taken out of the store."
+    text = "Evicted files."
     yield counter("cache_evicted_files", text, totals.evicted_files)
     text = "Bytes that scrubs have read from the store."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
@@ -602,8 +597,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Unix time at which the last whole scrub of a dataset ended, of the dataset where that "
-    text += "is longest ago; no series before the first scrub."
+    text = "Oldest end of a dataset's last complete scrub. No series before the first one."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

@@ -19,14 +19,15 @@ class Severity(StrEnum):
 class Finding:
     """One audit result."""
 
-    id: str  # the same each time the same trouble is seen
+    id: str  # stays the same while the problem exists
     rule: str
     severity: Severity
-    subject: str  # device, dataset, image or pod it is about
-    message: str  # one line: the thing and the cause
+    subject: str  # device, dataset, image or pod
+    message: str  # the thing and the cause, in one line
     advice: str  # what to do
     evidence: Mapping[str, str] = field(default_factory=dict)
-    since: float = 0.0  # Unix time at which it was first seen; the reporter fills it in
+    # The reporter fills it in.
+    since: float = 0.0  # Unix time
 
     def __post_init__(self) -> None:
         for name in ("subject", "message", "advice", "evidence"):

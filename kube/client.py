@@ -1,7 +1,7 @@
 """Small requests to one API server, each with a deadline and a bounded answer.
 
 aiohttp and not the official client: for the few kinds of requests of this agent that one costs
-17 to 42 MB of memory and 126 MB on disk, on every node (docs/architecture.md).
+17 to 42 MB of memory and 126 MB on disk, on every node.
 """
 
 import asyncio

@@ -19,14 +19,14 @@ class AccessSettings(kit.settings.Section):
     """An API server and a login. A pod needs none of these."""
 
     server: Annotated[str, Field(pattern=r"^https://[^/?#@\s]+/?$")] | None = None
-    """https://HOST:PORT. Default: the one that a pod is told of ($KUBERNETES_SERVICE_HOST)."""
+    """https://HOST:PORT. Default: the API server of the pod ($KUBERNETES_SERVICE_HOST)."""
     ca_file: kit.settings.AbsolutePath = ACCOUNT / "ca.crt"
-    """The authority that signed its certificate, PEM."""
+    """CA certificate of the API server, PEM."""
     token_file: kit.settings.AbsolutePath = ACCOUNT / "token"
-    """The agent's own token there."""
+    """Token of the agent's account."""
     kubeconfig: kit.settings.AbsolutePath | None = None
-    """A kubeconfig, whose current context replaces the three above. Logins by a token or a
-    certificate; not by a program (exec)."""
+    """Use the current context of this kubeconfig instead of the three settings above. It must hold
+    a token or a client certificate. Exec plugins do not work."""
 
     @property
     def is_configured(self) -> bool:
@@ -42,16 +42,17 @@ class KubeletSettings(kit.settings.Section):
     take the kubelet's defaults for them, and the reserve is that of the cache alone."""
 
     root_dir: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir: volumes of pods are there, and what lies on the same file system is
-    under its evictions at nodefs.available and nodefs.inodesFree."""
+    """The kubelet's --root-dir. A store on the same file system obeys nodefs.available and
+    nodefs.inodesFree."""
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
-    """Where images are: a store on the same file system is under imagefs.available and
+    """Directory of the images. A store on the same file system obeys imagefs.available and
     imagefs.inodesFree."""
     config: kit.settings.AbsolutePath | None = None
-    """The kubelet's configuration file (its --config); what it says and its defaults count. Where
-    the kubelet has thresholds by flags, name a file of the same format that says the same."""
+    """The kubelet's configuration file (--config), for its thresholds. If the kubelet has
+    thresholds as flags, name a file of this format with the same values. Not set: image pulls use
+    the kubelet's defaults, the cache only `cache.reserve`."""
     config_dir: kit.settings.AbsolutePath | None = None
-    """The kubelet's --config-dir: drop-ins that override the file."""
+    """The kubelet's --config-dir with drop-in files. Needs `config`."""
 
     @model_validator(mode="after")
     def _has_config(self) -> "KubeletSettings":

@@ -50,24 +50,24 @@ class ReviewSettings(kit.settings.Section):
     may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
-    """A token must be meant for one of these. Default: for the API server itself."""
+    """A token must be meant for one of these audiences. Default: the API server itself."""
 
 
 class ApiSettings(kit.settings.Section):
     """The admin API over TCP."""
 
     listen: HostPort
-    """HOST:PORT."""
+    """Address of the listener: HOST:PORT."""
     cert_file: kit.settings.AbsolutePath
-    """Certificate chain, PEM. Read again when it changes."""
+    """Certificate chain in PEM. Read again after a change."""
     key_file: kit.settings.AbsolutePath
-    """Private key, PEM. Read again when it changes."""
+    """Private key in PEM. Read again after a change."""
     tokens_file: kit.settings.AbsolutePath | None = None
-    """YAML, read again when it changes: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead
-    of `token`. Roles: read, operate, dangerous."""
+    """YAML file: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead of `token`. Roles:
+    read, operate, dangerous. Read again after a change."""
     kubernetes: ReviewSettings | None = None
-    """Ask the cluster's API server about tokens that are not in `tokens_file`. `{}` inside a
-    cluster. Off when absent."""
+    """Ask the Kubernetes API server about tokens that are not in `tokens_file`. In a pod write
+    `{}`."""
 
     @model_validator(mode="after")
     def _some_callers(self) -> "ApiSettings":
@@ -80,20 +80,19 @@ class AdminSettings(kit.settings.Section):
     """Where the agent listens, and who may do what (docs/security.md)."""
 
     socket: kit.settings.AbsolutePath = Path("/run/nodeagent/admin.sock")
-    """Unix socket of the admin API, for root alone unless `group` is set. The command line uses
-    it."""
+    """Unix socket of the admin API. The command line uses it. Only root and `group` may use it."""
     group: str | None = None
-    """Group of this host whose members may use the socket too."""
+    """Members of this group of the host may use the socket."""
     group_role: kit.room.Role = kit.room.Role.OPERATE
-    """What members of `group` may do: read, operate or dangerous. Root may do all."""
+    """Role of `group`: read, operate or dangerous. Root may do everything."""
     metrics: HostPort | None = "127.0.0.1:9470"
-    """HOST:PORT of /metrics, /healthz and /readyz, and on a loopback address of the status page.
-    Needs no login; changes nothing. null: off."""
+    """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
+    the status page. null: off."""
     names: tuple[str, ...] = ()
-    """Host names under which clients ask the TCP listeners, besides their own address. A request
-    for another name is refused (DNS rebinding)."""
+    """More host names by which clients may call the TCP listeners. The agent refuses other names
+    (DNS rebinding)."""
     api: ApiSettings | None = None
-    """The admin API over TCP, with TLS and tokens. Off when absent."""
+    """Admin API over TCP, with TLS and tokens. Not set: off."""
 
     @field_validator("socket")
     @classmethod
@@ -109,21 +108,21 @@ class ClusterSettings(kube.settings.AccessSettings):
     finds (docs/kubernetes.md)."""
 
     objects: bool = True
-    """false: no objects are taken, and nothing is reported. The server is then asked about
-    PersistentVolumes and about callers alone, where `volumes` and `admin.api` want it."""
+    """false: the agent neither reads nor writes its objects. It only asks the API server about
+    PersistentVolumes and callers."""
     namespace: str | None = None
-    """Where Secrets of datasets and the agents' Lease are. Default: that of the agent's account."""
+    """Namespace of the Secrets for datasets and of the agents' Lease. Default: the namespace of the
+    agent's account."""
     interval: kit.units.Seconds = Field(default=10.0, ge=1, le=600)
-    """Least time between two writes of the node's object."""
+    """Shortest time between two writes of this node's NodeStorage."""
     drop_after: kit.units.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force that is missing although nobody was seen to delete it, or
-    whose nodeSelector fits no longer: another etcd or a lost label empties no node. What kubectl
-    deletes ends at once."""
+    """How long an object stays in force after it disappears without a deletion (restored etcd, lost
+    node label). A deletion by kubectl takes effect at once."""
     conditions: bool = True
-    """Write the conditions StorageHazard and CacheDegraded of the Node, and Events."""
+    """Write Events, and the Node conditions StorageHazard and CacheDegraded."""
     labels: int = Field(default=50, ge=0, le=200)
-    """Most labels dataset.nodeagent.io/NAME of the Node, which say what is complete on it. 0: none.
-    Everybody who watches Nodes gets them."""
+    """Maximum number of Node labels dataset.nodeagent.io/NAME. Each names a complete dataset. 0:
+    none."""
 
     @property
     def own_namespace(self) -> str:
@@ -141,14 +140,14 @@ class Process(kit.settings.Section):
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
     node: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")] | None = None
-    """The node's name in the cluster. Default: $NODE_NAME, or the host's."""
+    """Name of this node in the cluster. Default: $NODE_NAME, then the host name."""
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
-    """Take datasets and images from objects of the cluster too, and report there. `{}` inside a
-    cluster. Absent: neither; a pod's own account is used where `volumes` and `admin.api` ask."""
+    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. Not
+    set: off, but `volumes` and `admin.api` may use the pod's account."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
-    """Small files of the agent: lock, journals, mount points of sources. Must survive reboots."""
+    """Lock, journals and mount points of the agent. Must survive reboots."""
 
     @property
     def this_node(self) -> kube.settings.ThisNode:

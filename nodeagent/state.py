@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from prometheus_client.core import Metric
@@ -18,7 +18,7 @@ import kit.findings
 import kit.metrics
 import kit.redact
 import kit.room
-from kit.findings import Finding
+from kit.findings import Finding, Severity
 from nodeagent import rooms
 from nodeagent.settings import Settings
 
@@ -31,15 +31,18 @@ MOST_FINDINGS = 1000  # of one origin: a faulty rule must not fill the memory or
 # --- what happened: findings that came and cleared, and what changed its state
 
 
+Kind = Literal["raised", "cleared", "changed"]  # a finding came, went; a state changed
+
+
 @dataclass(frozen=True)
 class Event:
     number: int  # grows by one with each event of this process
     at: float  # Unix time
-    kind: str  # raised, cleared (of a finding) or changed (of a state)
-    severity: str
+    kind: Kind
+    severity: Severity
     subject: str
     text: str
-    rule: str = ""  # of a finding, else empty
+    rule: str = ""  # rule of a finding, else empty
 
 
 class Journal:
@@ -50,7 +53,12 @@ class Journal:
         self._count = 0
 
     def note(
-        self, kind: str, subject: str, text: str, severity: str = "info", rule: str = ""
+        self,
+        kind: Kind,
+        subject: str,
+        text: str,
+        severity: Severity = Severity.INFO,
+        rule: str = "",
     ) -> None:
         """One event, now. Secrets are taken out of its texts, long ones are cut."""
         self._count += 1
@@ -115,13 +123,12 @@ class Findings:
             self._note("cleared", before[gone])
         self._by_origin[origin] = now
 
-    def _note(self, kind: str, finding: Finding) -> None:
-        severity = str(finding.severity)
-        self.journal.note(kind, finding.subject, finding.message, severity, finding.rule)
+    def _note(self, kind: Kind, finding: Finding) -> None:
+        self.journal.note(kind, finding.subject, finding.message, finding.severity, finding.rule)
 
     def current(self) -> list[Finding]:
         """All findings: the most severe first, of these the oldest first."""
-        order = list(kit.findings.Severity)[::-1]
+        order = list(Severity)[::-1]
         found = [f for by_id in self._by_origin.values() for f in by_id.values()]
         return sorted(found, key=lambda f: (order.index(f.severity), f.since))
 

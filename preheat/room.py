@@ -19,13 +19,11 @@ class ImageStatus(kit.settings.Shown):
     """One image that is requested or pinned on this node."""
 
     ref: str  # Its reference.
-    digest: str = ""  # What the tag names, as far as it is known.
-    # ready, pulling, unpacking, waiting, failed, ...: as 'nodeagent image list' shows it.
-    state: str
-    pinned: bool = False  # Whether garbage collection leaves it alone.
-    bytes: int = 0  # Compressed bytes, as the registry serves them.
-    # Share of the bytes that is on the node, in steps of 5 while it is pulled; 100 when ready.
-    percent: int = 0
+    digest: str = ""  # Digest of the tag, if known.
+    state: str  # ready, pulling, unpacking, waiting, failed, ...: as in 'nodeagent image list'.
+    pinned: bool = False  # Whether garbage collection keeps it.
+    bytes: int = 0  # Compressed bytes.
+    percent: int = 0  # Share on the node. During a pull, in steps of 5. 100: ready.
     message: str = ""  # Why it is not ready.
 
 
@@ -55,7 +53,7 @@ _IMAGES = Intent(
     kind="ImageSet",
     plural="imagesets",
     short=("ims",),
-    summary="Container images that nodes pull before a job asks for them, and keep.",
+    summary="Container images that nodes pull before a job needs them, and keep.",
     field="images",
     model=settings.ImageSettings,
     key="ref",
@@ -65,7 +63,7 @@ _IMAGES = Intent(
 
 ROOM = Room(
     name="preheat",
-    summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
+    summary="Container images kept ready. Without this section no image is pulled or pinned.",
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),

@@ -35,7 +35,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.units.Seconds = Field(alias="for", gt=0)
-    """How long it stays pinned after its last use (or its pull)."""
+    """Long form of a time: `pin: {for: 72h}`. It counts from the last use or pull."""
 
 
 def _pin(value: object) -> object:
@@ -54,18 +54,17 @@ class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
     ref: Annotated[str, AfterValidator(lambda text: manifest.parse(text).text)]
-    """HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."""
+    """HOST/PATH:TAG or HOST/PATH@sha256:…. HOST is the registry. Without a tag: latest."""
     pin: Pin = "always"
-    """always; never (pulled once, garbage collection may delete it); or {for: 72h}, in short 72h,
-    after its last use."""
+    """always: garbage collection never deletes it. never: pulled once, not pinned. A time like 72h:
+    pinned for this time after its last use."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher is pulled first and released last."""
     share_private: bool = False
-    """Allow an image that cannot be pulled without credentials. Default no: once it is on the node,
-    any pod of any tenant can run it without credentials, unless the kubelet verifies them again
-    (docs/preheat.md)."""
+    """true: also pull an image that needs credentials. Then any pod on the node can run it without
+    credentials, unless the kubelet verifies them (docs/preheat.md)."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Only on nodes with all these labels (see node_labels); empty: every node."""
+    """Only on nodes with all these labels (`preheat.node_labels`). Empty: every node."""
 
 
 class RetainSettings(kit.settings.Section):
@@ -74,7 +73,7 @@ class RetainSettings(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.units.Seconds = Field(alias="for", gt=0)
-    """How long after the last container that used the image."""
+    """How long after the last container that used the image. Images below 1 GiB are not kept."""
     at_least: ClassVar[kit.units.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
@@ -83,13 +82,12 @@ class CredentialSettings(kit.settings.Section):
     """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
     docker_config: kit.settings.AbsolutePath | tuple[kit.settings.AbsolutePath, ...] | None = None
-    """A dockerconfigjson file, e.g. a mounted imagePullSecret, or a list of them; the older
-    .dockercfg too. All logins that fit an image are tried, the most specific first."""
+    """dockerconfigjson file or a list of them, like a mounted imagePullSecret; .dockercfg works
+    too. The agent tries all fitting logins, the most specific first."""
     helper_dir: kit.settings.AbsolutePath | None = None
-    """Where the docker-credential-* programs are that docker_config names (credHelpers,
-    credsStore)."""
+    """Directory of the docker-credential-* programs (credHelpers, credsStore)."""
     provider_config: kit.settings.AbsolutePath | None = None
-    """The kubelet's --image-credential-provider-config file."""
+    """The kubelet's --image-credential-provider-config file. Needs `provider_dir`."""
     provider_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-bin-dir."""
     provider_timeout: ClassVar[kit.units.Seconds] = 30.0
@@ -111,10 +109,9 @@ class FleetSettings(kit.settings.Section):
     """How many nodes ask the same registries, so that they never ask them all at once."""
 
     nodes: int = Field(ge=1, le=1_000_000)
-    """Nodes with these settings."""
+    """Number of nodes with these settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """Most nodes that one registry is expected to have at a time. spread and refresh become as
-    long as that takes (docs/preheat.md has figures)."""
+    """Maximum nodes at one registry at a time. `spread` and `refresh` grow to keep it."""
     bytes_per_second: ClassVar[kit.units.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -126,47 +123,43 @@ class PreheatSettings(kube.settings.RoomSettings):
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
     pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Most bytes that pins may keep; shared layers count once. Never more than the kubelet
-    leaves of the disk when it deletes images (imageGCLowThresholdPercent)."""
+    """Maximum bytes of pinned images. Shared layers count once. Never more than the kubelet leaves
+    on the disk (imageGCLowThresholdPercent)."""
     unknown_image: ClassVar[kit.units.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images that must be on the node."""
     drop_after: kit.units.Seconds = Field(default=86400.0, ge=0)
-    """How long an image stays pinned that these settings list no longer, so that a slip in them
-    deletes nothing while there is room. Under disk pressure, or when a listed image needs the pin
-    budget, it is released earlier. 0: released at once."""
+    """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
+    if a listed image needs the budget, the agent releases it earlier. 0: at once."""
     release_after: kit.units.Seconds | None = Field(default=None, ge=14400)
-    """When no agent runs for so long, containerd itself ends all pins: a node whose agent was
-    removed is clean. Such pins have no label for the kubelet, because a label never ends: garbage
-    collection removes pinned images, and the agent heals them. Default: pins stay until they are
-    released ('nodeagent image release-all')."""
+    """containerd ends all pins when no agent ran for this time (4h or more). The kubelet does not
+    see such pins: it deletes the images, and the agent restores them. Default: pins stay until
+    'nodeagent image release-all'."""
     retain: RetainSettings | None = None
-    """Keep images that pods used; absent: off."""
+    """Keep images that pods used. Not set: off."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
-    """os/architecture[/variant]; default: this machine's."""
+    """os/architecture[/variant]. Default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
     """Logins for registries."""
     hosts_dir: Annotated[str, AfterValidator(_directories)] = "/etc/containerd/certs.d"
-    """containerd's registry configuration, its config_path (a hosts.toml per registry; several
-    directories are separated by ":"). The agent takes mirrors, CAs, client certificates and headers
-    from it, so that it asks the servers that containerd asks."""
+    """containerd's registry configuration (config_path): mirrors, CAs, client certificates,
+    headers. Separate several directories with ':'."""
     refresh: kit.units.Seconds = Field(default=3600.0, ge=10)
-    """How often a tag is looked up, in case it names another digest."""
+    """How often the agent looks up a tag, in case its digest changed."""
     spread: kit.units.Seconds = Field(default=300.0, ge=0, le=86400)
-    """Each node looks up and pulls a new image at its own moment in this time (a hash of node and
-    image), so that thousands of nodes do not ask at once. Larger with fleet, where needed."""
+    """Each node looks up and pulls a new image at its own moment in this time."""
     fleet: FleetSettings | None = None
-    """How many nodes there are; absent: not known, and only spread limits them."""
+    """Number of nodes, to protect registries. Not set: only `spread` protects them."""
     concurrency: int = Field(default=2, ge=1, le=16)
-    """Pulls at a time on this node."""
+    """Parallel pulls on this node."""
     bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
-    """Limit for downloading layers, all pulls together; the agent then fetches them itself.
-    Default: no limit, the runtime downloads as fast as it can."""
+    """Maximum download rate of all pulls. The agent then fetches layers itself. Not set: no limit;
+    the runtime downloads."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
-    operator requests start at any time."""
+    """HH:MM-HH:MM in UTC, when pulls may start. Empty: always. Pulls by an operator start at any
+    time."""
     attempt_timeout: ClassVar[kit.units.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.units.Seconds] = 120.0
@@ -179,7 +172,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     somebody else removed. The kubelet collects every 5 minutes, 12 times an hour; at the limit
     healing stops and a finding says so."""
     node_labels: dict[str, str] = Field(default_factory=dict)
-    """This node's labels, for images[].nodes."""
+    """Labels of this node, for `images[].nodes`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":

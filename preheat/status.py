@@ -18,6 +18,7 @@ from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.pulling.reconciler import Reconciler
 from preheat.registry import estimate, failure, resolver
+from preheat.runtimes.base import By
 
 # Every state an image can be in; also the label values of a metric.
 State = Literal[
@@ -53,15 +54,15 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Status:
-    """One image. Bytes are compressed bytes, as the registry serves them."""
+    """One image. Bytes are compressed, as the registry serves them."""
 
     ref: str
-    digest: str  # of the manifest or index; empty until it is known
+    digest: str  # of the manifest or index, or empty
     state: State
     pinned: bool
     bytes_total: int
     bytes_done: int
-    by: str  # policy, operator or retained
+    by: By
     keep: str  # always, never or for:<seconds>
     priority: int
     reason: str = ""
@@ -74,7 +75,7 @@ class Status:
     retry_at: float | None = None  # Unix time; null: no retry
     in_use: bool = False
     last_used: float | None = None  # Unix time
-    dropped_until: float | None = None  # the settings list it no longer; Unix time of its release
+    dropped_until: float | None = None  # Unix time of release, after it left the settings
     layers: Sequence[LayerBytes] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
@@ -229,13 +230,13 @@ class ShownRelease:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What the last cycle decided; bytes are on disk."""
+    """Decisions of the last cycle. Bytes are bytes on disk."""
 
     at: float  # Unix time
     disk: ImageDisk
     pin_budget: int  # as far as the disk can hold it
     pinned_bytes: int
-    pause: str  # why all pulls stop; empty otherwise
+    pause: str  # why all pulls stop, or empty
     pull: Sequence[str]
     running: Sequence[str]
     waiting: Sequence[str]
@@ -356,8 +357,8 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "Bytes on disk that pins keep, shared layers once."
     yield gauge("preheat_pinned_bytes", text, estimate.union(pin.parts for pin in seen.pinned))
     budget = seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget
-    yield gauge("preheat_pin_budget_bytes", "Most bytes that pins may keep.", budget)
-    text = "Bytes still to fetch for everything requested."
+    yield gauge("preheat_pin_budget_bytes", "Maximum bytes of pinned images.", budget)
+    text = "Bytes of requested images that are not yet on the node."
     yield gauge("preheat_missing_bytes", text, sum(missing))
     yield gauge("preheat_pulls_running", "Pulls in progress.", len(reconciler.pulls.running))
     text = "1 while the image disk is above the kubelet's thresholds."
@@ -365,12 +366,12 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Images that the settings list no longer and that wait for their release."
+    text = "Images that left the settings and wait for their release."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
     text = "Unpacked layers of requested images that are not yet known to survive a power cut."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
-    text = "Pinned images that somebody removes more often than heals are allowed."
+    text = "Pinned images that somebody removes more often than the agent may heal them."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
     yield counter("preheat_heals", "Removed pinned images that were restored.", counts.heals)
     yield counter(
@@ -383,9 +384,9 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
     text = "Images unpacked again because the node went down before they were durable."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
-    text = "Times the runtime went away on a changing call."
+    text = "Times that the runtime went away during a changing call."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes that did not have to be fetched when needed."
+    text = "Bytes that needed no download."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
     text = "Removed pinned images that were not restored."

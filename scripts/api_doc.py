@@ -1,5 +1,6 @@
 """Write docs/api.md from the OpenAPI document: every call with its role, body and answers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +11,52 @@ TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 HEAD = """\
 # The admin API
 
-HTTP and JSON, over the agent's unix socket or over TLS with a bearer token;
-[security.md](security.md) says who may call what. The agent serves the whole
-document, OpenAPI 3.1 with every schema, at `/openapi.json`. `nodeagent` on the command line makes
-the same calls ([cli.md](cli.md)).
+HTTP and JSON. The agent listens on a unix socket, and over TCP with TLS and a bearer token if you
+set `admin.api`. The command line makes the same calls ([cli.md](cli.md)).
 
-An error has the same body everywhere, and says what it is about, why, and what to do:
+* Who may call what: [security.md](security.md#who-may-do-what).
+* The whole document (OpenAPI 3.1, with all schemas and error codes): `GET /openapi.json`.
+* Every error has the same body. `exit_code` is the exit code of the command line.
 
 ```json
 {"error": {"message": "…", "thing": "dataset coco", "cause": "…", "remedy": "…", "exit_code": 5}}
 ```
 
-`scripts/api_doc.py` makes this page; a test checks that it is current.
+How to read the lists: "Takes" names the fields of the body or the query, `!` marks required ones.
+"Gives" names a schema below. In a schema, `?` marks a field that may be absent, `[]` a list. A type
+in parentheses holds for all names before it, back to a semicolon. Names without a type are strings.
+
+The page is made by `scripts/api_doc.py`.
 """
+
+
+# Schemas of objects inside others: the page has what they are, the whole document their fields.
+INNER = {name: each for name, each in openapi.models().items() if name not in openapi.SHOWN}
 
 
 def _type(schema: dict[str, Any]) -> str:
     """A schema in a few words."""
     if "$ref" in schema:
-        return str(schema["$ref"]).rpartition("/")[2]
+        name = str(schema["$ref"]).rpartition("/")[2]
+        return "object" if name in INNER else name
     for several in ("oneOf", "anyOf"):
         if several in schema:
-            return " or ".join(_type(each) for each in schema[several])
+            return ", ".join(_type(each) for each in schema[several])
     if "enum" in schema:
-        return ", ".join(f"`{each}`" for each in schema["enum"])
+        return ", ".join(f"`{each}`" if each else "empty" for each in schema["enum"])
     if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items') or {})}"
+        kind = _type(schema.get("items") or {})
+        return f"({kind})[]" if " " in kind else f"{kind}[]"
     kind = schema.get("type", "any")
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+    return ", ".join(kind) if isinstance(kind, list) else str(kind)
 
 
 def _field(name: str, schema: dict[str, Any], required: bool) -> str:
-    notes = [_type(schema), "required" if required else ""]
+    notes = [kind for kind in [_type(schema)] if kind != "string"]
     if "default" in schema:
         notes.append(f"default `{str(schema['default']).lower()}`")
-    words = ", ".join(note for note in notes if note)
-    text = schema.get("description", "")
-    return f"`{name}` ({words}){': ' if text else ''}{text}"
+    said = ": ".join(filter(None, (", ".join(notes), schema.get("description", ""))))
+    return f"`{name}`{'!' if required else ''}{f' ({said})' if said else ''}"
 
 
 def _asks(item: dict[str, Any], call: dict[str, Any]) -> list[str]:
@@ -66,13 +76,47 @@ def _asks(item: dict[str, Any], call: dict[str, Any]) -> list[str]:
 
 
 def _gives(call: dict[str, Any]) -> str:
-    """The answer when all goes well."""
-    status, answer = next((s, a) for s, a in call["responses"].items() if s < "400")
+    """The schema of the answer when all goes well; empty for what has no name."""
+    answer = next(a for s, a in call["responses"].items() if s < "400")
     kinds = {
-        _type(content["schema"]) if "schema" in content else media
-        for media, content in answer.get("content", {}).items()
+        _type(content["schema"])
+        for content in answer.get("content", {}).values()
+        if "$ref" in content.get("schema", {})
     }
-    return f"{status} {', '.join(sorted(kinds))}".strip()
+    return ", ".join(sorted(kinds))
+
+
+def _of_inner(schema: dict[str, Any]) -> str:
+    """What is said of the object that a field holds."""
+    for each in [schema, *schema.get("anyOf", [])]:
+        if found := INNER.get(str(each.get("$ref")).rpartition("/")[2]):
+            return str(found.get("description", ""))
+    return ""
+
+
+def _items(fields: dict[str, Any], required: list[str]) -> Iterator[str]:
+    """An item for each field; one for several that have no description."""
+    plain: dict[str, list[str]] = {}
+    for name, schema in fields.items():
+        shown, kind = name if name in required else f"{name}?", _type(schema)
+        text = schema.get("description") or _of_inner(schema)
+        if text:
+            yield from _together(plain)
+            plain = {}
+            yield pages.item(shown, "" if kind == "string" else kind, text)
+        else:
+            plain.setdefault(kind, []).append(f"`{shown}`")
+    yield from _together(plain)
+
+
+def _together(plain: dict[str, list[str]]) -> Iterator[str]:
+    """One item, the type once for all fields of it. ``plain``: names by type."""
+    listed = [
+        ", ".join(names) + ("" if kind == "string" else f" ({kind})")
+        for kind, names in plain.items()
+    ]
+    if listed:
+        yield pages.wrapped(f"* {'; '.join(listed)}", "  ")
 
 
 def document() -> str:
@@ -81,32 +125,27 @@ def document() -> str:
     whole = openapi.document()
     for path, item in whole["paths"].items():
         words = path.split("/")
-        part = words[2] if words[1] == "v1" else "the process"
+        part = (words[2] if words[1] == "v1" else "the process").capitalize()
         for method in sorted(openapi.METHODS & item.keys()):
             call = item[method]
-            asks = pages.cell("; ".join(_asks(item, call)))
-            does = pages.cell(call["summary"])
-            row = f"| `{method.upper()} {path}` | {does} | {asks} | {_gives(call)} |"
+            said = [call["summary"]]
+            said += [f"Takes {', '.join(asks)}" for asks in [_asks(item, call)] if asks]
+            said += [f"Gives {gives}" for gives in [_gives(call)] if gives]
+            row = pages.item(f"{method.upper()} {path}", "", f"{'. '.join(said)}.")
             parts.setdefault(part, []).append(row)
     lines = [HEAD]
     for part, rows in parts.items():
-        lines += [f"## {part}", "", "| call | what it does | it takes | it gives |"]
-        lines += ["| --- | --- | --- | --- |", *rows, ""]
+        lines += [f"## {part}", "", *rows, ""]
     lines += ["## Schemas", ""]
     for name, schema in sorted(whole["components"]["schemas"].items()):
         fields = schema.get("properties", {})
-        if not fields:
+        if not fields or name in INNER or name == "Error":
             continue
         required = schema.get("required", [])
         lines += [f"### {name}", ""]
         if "description" in schema:
-            lines += [pages.cell(schema["description"]), ""]
-        lines += ["| field | type | meaning |", "| --- | --- | --- |"]
-        for field, inner in fields.items():
-            kind = _type(inner) + ("" if field in required else ", may be absent")
-            lines.append(
-                f"| `{field}` | {pages.cell(kind)} | {pages.cell(inner.get('description', ''))} |"
-            )
+            lines += [pages.text(schema["description"]), ""]
+        lines += _items(fields, required)
         lines.append("")
     return "\n".join(lines)
 

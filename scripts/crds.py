@@ -138,7 +138,7 @@ def _of_kinds(models: Sequence[type[BaseModel]]) -> Schema:
     for name, made in merged.items():
         said = [f"({', '.join(which)}) {text}" for text, which in texts[name].items()]
         merged[name] = {"description": " ".join(said), **made}
-    merged["kind"]["description"] = f"What it is: {', '.join(merged['kind']['enum'])}."
+    merged["kind"]["description"] = "Kind of source."
     rules = [
         {
             "rule": f"self.kind in {_words(which)} || !has(self.{_escaped(name)})",
@@ -215,15 +215,15 @@ def _spec(intent: kit.room.Intent) -> Schema:
             },
         }
     spec["properties"]["nodeSelector"] = {
-        "description": "Only nodes with all these labels; absent: every node with an agent.",
+        "description": "Only nodes with all these labels. Not set: every node with an agent.",
         "type": "object",
         "maxProperties": 64,
         "additionalProperties": {"type": "string", "maxLength": 63},
     }
     if intent.spread:
         spec["properties"]["spread"] = {
-            "description": "On how many of the selected nodes it is kept; absent: on all. Which "
-            "ones, is in status.chosen; a node that comes or goes moves only its share.",
+            "description": "Number of selected nodes that keep it. Not set: all. status.chosen has "
+            "their names. When a node comes or goes, only its share moves.",
             "type": "integer",
             "format": "int64",
             "minimum": 1,
@@ -245,7 +245,7 @@ def _by_reference(element: Schema, intent: kit.room.Intent) -> None:
     outer, inner = intent.secret
     part = element["properties"][outer]
     element["properties"]["secretRef"] = {
-        "description": f"The key of {outer}, from a Secret in the agent's namespace; instead of "
+        "description": f"Secret in the agent's namespace with the key of {outer}. It replaces "
         f"{outer}.{inner}, which names a file of the node.",
         **of_model(kinds.SecretRef),
     }
@@ -362,8 +362,7 @@ def _of_node() -> Schema:
         columns.append((report.field.title(), "string", f".status.summary.{report.field}", text))
     return _definition(
         kinds.NODE_STORAGE, kinds.NODE_STORAGES, ("nst",),
-        "What the agent of one node holds and finds. Its name is the node's; only that agent "
-        "writes it.",
+        "State and findings of one node. It has the node's name. Only the node's agent writes it.",
         {"status": status}, [],
         _columns(
             *columns,

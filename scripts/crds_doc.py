@@ -1,5 +1,6 @@
 """Write docs/crds.md from the CustomResourceDefinitions: every field of the agent's objects."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ TARGET = ROOT / "docs" / "crds.md"
 HEAD = """\
 # Objects of the cluster
 
-The fields of the agent's objects, as `kubectl explain` shows them; [kubernetes.md](kubernetes.md)
-says how they work together. `[]`: a list.
+The fields of the agent's objects. `kubectl explain cds.spec` shows the same text.
+[kubernetes.md](kubernetes.md) explains how to use them.
 
-`scripts/crds_doc.py` makes this page from the CustomResourceDefinitions, which `scripts/crds.py`
-makes from the settings' models; a test checks that it is current.
+How to read the lists: the parentheses hold the type or the allowed values. A field without a type
+is a string. `[]` means a list. `(cephfs)` at the start of a text limits it to that kind of source.
+RFC 3339 is a time like `2026-11-22T04:10:05Z`.
+
+The page is made by `scripts/crds_doc.py`.
 """
+_FIXED = re.compile(r"(source\.\w+) cannot change(: .*)")
 
 
 def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
@@ -31,32 +36,53 @@ def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
         kind = inner.get("type", "any")
         if "enum" in inner:
             kind = ", ".join(f"`{each}`" for each in inner["enum"])
-        if name in required:
-            kind += ", required"
+        notes = [
+            each
+            for each in (kind, *["required"] * (name in required and prefix.startswith("spec")))
+            if each != "string"
+        ]
         text = field.get("description") or inner.get("description", "")
-        found.append(f"| `{path}` | {kind} | {pages.cell(text)} |")
+        if prefix.startswith("status"):
+            text = text.removesuffix(" Default: false.")
+        if kind == "object" and path.count(".") == 1 and field.get("type") != "array":
+            notes = notes[1:]  # its fields follow
+        found.append(pages.item(path, ", ".join(notes), text))
         found += _rows(inner, f"{path}.")
     return found
+
+
+def _together(rules: list[dict[str, str]]) -> list[str]:
+    """The messages; one for all fields that cannot change."""
+    said = [rule["message"] for rule in rules if "message" in rule]
+    fixed = [match for text in said if (match := _FIXED.fullmatch(text))]
+    others = [text for text in said if not _FIXED.fullmatch(text)]
+    return others + [f"{', '.join(each[1] for each in fixed)} cannot change{fixed[0][2]}"] * bool(
+        fixed
+    )
 
 
 def document() -> str:
     """The whole page."""
     lines = [HEAD]
+    seen: dict[str, str] = {}
     for each in yaml.safe_load_all(SOURCE.read_text()):
         names, version = each["spec"]["names"], each["spec"]["versions"][0]
         schema = version["schema"]["openAPIV3Schema"]
         short = ", ".join(f"`{name}`" for name in names.get("shortNames", []))
-        lines += [f"## {names['kind']}", "", pages.cell(schema.get("description", "")), ""]
+        lines += [f"## {names['kind']}", "", pages.text(schema.get("description", "")), ""]
         api, scope = f"{each['spec']['group']}/{version['name']}", each["spec"]["scope"].lower()
         lines += [f"`{api}`, {scope}-wide, short: {short}.", ""]
         for part in ("spec", "status"):
             rows = _rows(schema["properties"].get(part, {}), f"{part}.")
-            if rows:
-                lines += ["| field | type | meaning |", "| --- | --- | --- |", *rows, ""]
+            rows = [row.removesuffix(f": {schema['description']}") for row in rows]
+            known = seen.setdefault("\n".join(rows), names["kind"])
+            if rows and known != names["kind"]:
+                rows = [f"The same fields as of {known}."]
+            lines += [f"{part.capitalize()}:", "", *rows, ""] if rows else []
         rules = schema["properties"].get("spec", {}).get("x-kubernetes-validations", [])
         if rules:
-            lines += ["Rules that the API server keeps:", ""]
-            lines += [f"* {pages.cell(rule['message'])}" for rule in rules if "message" in rule]
+            lines += ["The API server refuses an object that breaks a rule:", ""]
+            lines += [pages.wrapped(f"* {pages.text(rule)}", "  ") for rule in _together(rules)]
             lines.append("")
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 64_648,
+    "lines of the product": 64_640,
     "modules": 286,
     "modules at the top of cache": 9,
     "modules at the top of preheat": 8,
@@ -27,7 +27,7 @@ BOUNDS = {
     "writes to a dataset from outside its module": 49,
     "modules that write to a dataset": 9,
     f"functions with {PARAMETERS} parameters or more": 39,
-    "settings (leaves of docs/settings.md)": 142,
+    "settings (leaves of docs/settings.md)": 136,
 }
 
 ATTRIBUTES, METHODS = 15, 20  # of a class, at most; values that never change are not counted
@@ -112,7 +112,7 @@ def writes(module: Module, owned: set[str]) -> int:
 
 def leaves(page: str) -> int:
     """Settings in docs/settings.md that have no settings below them."""
-    names = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = [line.split("`")[1] for line in page.splitlines() if line.startswith("* `")]
     above = {name.rpartition(".")[0].removesuffix("[]") for name in names}
     return sum(name.removesuffix("[]") not in above for name in names)
 

@@ -1,11 +1,11 @@
 """Write docs/metrics.md from an agent that has as much to say as one can."""
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pages
 from prometheus_client.core import Metric
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -19,33 +19,29 @@ TARGET = ROOT / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-`admin.metrics` (`http://127.0.0.1:9470/metrics`) has every series below; [security.md](security.md)
-says how Prometheus gets there. Alert rules are in `deploy/alerts`; [runbook.md](runbook.md) has an
-entry for each. `deploy/dashboards` has two Grafana dashboards, of one node and of all
-([deploy.md](deploy.md#dashboards)).
-
-The column *series* counts them on a node with {datasets} datasets, {images} images,
-{volumes} volumes, findings in each room, and a cluster: {total} in all. A test allows no more
-than {most}; a node that tells how busy its GPUs are has two more. Each dataset costs {each} of
-them; images, volumes, files and pods cost none. For what one of these is like, see
-`nodeagent status` or [the API](cli.md).
+The agent serves these metrics at `admin.metrics`: `http://127.0.0.1:9470/metrics`.
+[monitoring.md](monitoring.md) connects Prometheus, alerts and dashboards. [runbook.md](runbook.md)
+explains each alert.
 
 ## How to read them
 
-* **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` says that coco
-  is being filled. There is one series for each dataset, with the state of now; when the state
-  changes, that series ends and another begins. So `nodeagent_cache_state{{state="failed"}}` asks
-  for a state, and `count by (state) (nodeagent_cache_state)` counts. There is no series with value
-  0 for the other states: with ten datasets they were a third of all series. The same holds for
-  {states}.
-* **No finding, no series.** {findings}
-  have a series only for what finds something now.
-  `sum(nodeagent_findings{{severity="critical"}}) or vector(0)` gives the 0.
-* **Unknown is absent.** A time or a size that is not known has no series; it is never 0.
-* Names end with their unit; counters end with `_total` and begin at 0 with each start of the agent.
-  Times are Unix times in seconds (`_timestamp_seconds`). What is 1 or 0 is named as a fact.
+* Names that end in `_total` are counters. Most start at 0 with the agent. All others are gauges.
+* The name ends with the unit. Times (`_timestamp_seconds`) are Unix times.
+* **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` means that
+  coco is being filled. There is one series per dataset, for the current state only; other states
+  have no series with 0. Count with `count by (state) (nodeagent_cache_state)`. {states} work the
+  same.
+* **No finding, no series.** This is true for {findings}. For a 0 write
+  `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
+* **Unknown means no series.** An unknown time or size is never 0.
 
-`scripts/metrics_doc.py` makes this page from the code; a test checks that it is current.
+## How many series a node has
+
+A node with {datasets} datasets, {images} images, {volumes} volumes, findings and a cluster has
+{total} series. A test allows at most {most}. GPUs add two. Each dataset adds {each}; images,
+volumes, files and pods add none.
+
+The page is made by `scripts/metrics_doc.py`. The parentheses after a name hold its labels.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.
@@ -62,7 +58,6 @@ TITLES = {
     "nodeagent": "The agent",
     "process": "The process",
 }
-_UNITS = {"bytes": "bytes", "seconds": "seconds", "fds": "files"}
 
 
 def families() -> list[Metric]:
@@ -70,13 +65,6 @@ def families() -> list[Metric]:
     with tempfile.TemporaryDirectory() as folder:
         agent = census.agent(Path(folder), with_gpus=True)
         return list(figures.registry(agent.state).collect())
-
-
-def unit(family: Metric) -> str:
-    words = family.name.removesuffix("_total").split("_")
-    if words[-2:] == ["timestamp", "seconds"] or family.name == "process_start_time_seconds":
-        return "Unix time"
-    return _UNITS.get(words[-1], "")
 
 
 def is_state(family: Metric) -> bool:
@@ -90,15 +78,13 @@ def labels(family: Metric) -> str:
         values = sorted({each.labels[name] for each in family.samples})
         listed = name in ("kind", "part", "what", "how", "reason", "fate", "source", "component")
         listed = listed and len(values) <= MOST_VALUES
-        found.append(f"`{name}`" + (f" ({', '.join(values)})" if listed else ""))
+        found.append(f"`{name}={'|'.join(values)}`" if listed else f"`{name}`")
     return ", ".join(found)
 
 
-def row(family: Metric) -> str:
+def item(family: Metric) -> str:
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    meaning = re.sub(r"\s+", " ", family.documentation).replace("|", "\\|")
-    cells = (f"`{name}`", family.type, unit(family), labels(family), len(family.samples), meaning)
-    return f"| {' | '.join(map(str, cells))} |"
+    return pages.item(name, labels(family), family.documentation)
 
 
 def sections(found: Iterable[Metric]) -> Iterator[str]:
@@ -108,9 +94,7 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         grouped[max(begins, key=len, default="process")].append(family)
     for begin, its in grouped.items():
         yield f"## {TITLES[begin]}\n"
-        yield "| series | type | unit | labels | series | meaning |"
-        yield "| --- | --- | --- | --- | ---: | --- |"
-        yield from (row(each) for each in sorted(its, key=lambda family: family.name))
+        yield from (item(each) for each in sorted(its, key=lambda family: family.name))
         yield ""
 
 
@@ -132,7 +116,7 @@ def document() -> str:
         ),
         findings=", ".join(f"`{f.name}`" for f in found if f.name.endswith("findings")),
     )
-    return "\n".join([head, *sections(found)]).rstrip("\n") + "\n"
+    return "\n".join([pages.reflowed(head), *sections(found)]).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -5,11 +5,47 @@ import inspect
 import io
 import textwrap
 import tokenize
+from collections.abc import Iterator
+
+WIDTH = 120
 
 
-def cell(text: str) -> str:
-    """``text`` as it may stand in a cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def text(given: str) -> str:
+    """One line without what Markdown takes for HTML."""
+    return " ".join(given.split()).replace("<", "&lt;")
+
+
+def item(name: str, notes: str = "", meaning: str = "") -> str:
+    """An item of a list: a name, in parentheses what is short, and a meaning; wrapped."""
+    whole = f"* `{name}`{f' ({notes})' if notes else ''}{': ' if meaning else ''}{text(meaning)}"
+    return wrapped(whole, "  ")
+
+
+def wrapped(given: str, indent: str = "") -> str:
+    return textwrap.fill(
+        given, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def reflowed(page: str) -> str:
+    """Paragraphs and items of plain Markdown without blocks, wrapped again."""
+    return "\n".join(wrapped(each, "  " if each[:1] == "*" else "") for each in _joined(page))
+
+
+def _joined(page: str) -> Iterator[str]:
+    """Each paragraph and each item as one line; empty lines stay."""
+    whole = ""
+    for line in page.split("\n"):
+        if whole and line and not line.startswith(("* ", "#")):
+            whole += f" {line.strip()}"
+            continue
+        if whole:
+            yield whole
+        whole = line
+        if not line:
+            yield ""
+    if whole:
+        yield whole
 
 
 def comments(model: type) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 import types
 import typing
@@ -10,27 +11,71 @@ from pathlib import Path
 from typing import Any
 
 import pages
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, PlainSerializer
+from pydantic.fields import FieldInfo
 
 from nodeagent import rooms
 from nodeagent.settings import Process
 
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+_FEW = 4  # settings that need no heading of their own
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
 HEAD = """\
 # Settings
 
-The agent reads one YAML file: `nodeagent --config FILE run`; without `--config` the file in
-`$NODEAGENT_CONFIG`, else `/etc/nodeagent/nodeagent.yaml`. Unknown keys are refused. Write sizes
-like `500GiB`, times like `30s`, shares like `10%`. `nodeagent config check FILE` prints the
-effective settings, or what is wrong and in which line.
+The agent reads one YAML file. It takes the first of these:
 
-The agent reads the file again when it changes, also when a ConfigMap is updated. Most settings
-change while it runs. The log, `/readyz` and the status page name those that need a restart.
+1. `nodeagent --config FILE run`
+2. `$NODEAGENT_CONFIG`
+3. `/etc/nodeagent/nodeagent.yaml`
 
-`scripts/settings_doc.py` makes this page from the models; a test checks that it is current.
+Check a file before you use it: `nodeagent config check FILE`. It prints the effective settings, or
+each mistake with its line.
+
+* The agent refuses unknown keys.
+* Write sizes like `500GiB`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
+* Write the words `"off"` and `"on"` in quotes. YAML takes them for false and true.
+* The agent reads the file again after a change. The log, `/readyz` and the status page name
+  settings that need a restart.
+
+How to read the lists: the parentheses after a name hold its default or "required", and the range of
+a number. A name without them is not set by default. `[]` means a list. `RULE` is the name of a
+rule. `source(rbd)` is a source of kind `rbd`.
+
+The page is made by `scripts/settings_doc.py`.
 """
+
+EXAMPLES = {
+    "": """\
+admin: {group: storage, group_role: read, metrics: "127.0.0.1:9470"}
+kubelet: {config: /var/lib/kubelet/config.yaml}
+kubernetes: {}   # in a pod
+""",
+    "volumes": """\
+volumes:
+  clusters: [{name: main, monitors: ["10.0.0.1:6789"], secret_file: /etc/nodeagent/volumes.key}]
+  guard: {mode: dry-run}
+  audit: {rules: {unread-log: {enabled: false}}}
+""",
+    "cache": """\
+cache:
+  budget: 2TiB
+  reserve: 15%
+  datasets:
+    - name: coco
+      freshness: snapshot
+      source: {kind: cephfs, monitors: ["10.0.0.1:6789"], path: /datasets/coco, snapshot: v1,
+               secret_file: /etc/nodeagent/coco.key}
+""",
+    "preheat": """\
+preheat:
+  pin_budget: 200GiB
+  images:
+    - {ref: "nvcr.io/nvidia/pytorch:24.05-py3", pin: always, priority: 10}
+  retain: {for: 72h}
+""",
+}
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
@@ -61,32 +106,98 @@ def description(model: type[BaseModel], name: str) -> str:
     return pages.comments(owner).get(name, "")
 
 
-def rows(model: type[BaseModel], prefix: str) -> list[str]:
-    """A table row for each setting of ``model`` and of the models inside it."""
+def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
+    """Name, default and meaning of each setting of ``model`` and of the models inside it.
+
+    None for a section that is always there, nor for the kind that a name has.
+    """
     found = []
     for name, field in model.model_fields.items():
         inner = models(field.annotation)
-        many = typing.get_origin(field.annotation) is tuple
-        path = f"{prefix}{name}{'[]' if many and inner else ''}"
-        if field.default is PydanticUndefined and field.default_factory is None:
-            default = "required"
-        elif inner or field.default is None or field.default == ():
-            default = ""
+        origin = typing.get_origin(field.annotation)
+        path = f"{prefix}{field.alias or name}"
+        path += {tuple: "[]", dict: ".RULE"}.get(origin, "") if inner else ""
+        if not (inner and isinstance(field.default, BaseModel)):
+            notes = ", ".join(filter(None, (default(field), bounds(field))))
+            found.append((path, notes, description(model, name)))
+        if len(inner) > 1:
+            found += of_kinds(inner, path)
         else:
-            shown = model.model_construct().model_dump(mode="json", warnings=False).get(name)
-            default = f"`{shown}`"
-        meaning = description(model, name).replace("<", "&lt;")
-        found.append(f"| `{path}` | {default} | {meaning} |")
-        for each in inner:
-            kind = each.model_fields.get("kind")
-            label = f"{path}({typing.get_args(kind.annotation)[0]})" if kind else path
-            found += rows(each, f"{label}.")
+            found += [each for only in inner for each in rows(only, f"{path}.")]
     return found
 
 
-def section(title: str, text: str, model: type[BaseModel], prefix: str) -> str:
+def of_kinds(inner: list[type[BaseModel]], path: str) -> list[tuple[str, str, str]]:
+    """The same for models that ``kind`` tells apart; once what several have in common."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for model in inner:
+        (kind,) = typing.get_args(model.model_fields["kind"].annotation)
+        for each in rows(model, ""):
+            kinds.setdefault(each, []).append(kind)
+    return [
+        (f"{path}({','.join(which)}).{name}", value, meaning)
+        for (name, value, meaning), which in kinds.items()
+        if name != "kind"
+    ]
+
+
+def default(field: FieldInfo) -> str:
+    """What holds when the file does not say, as the file would say it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ((), {}, ""):
+        return ""
+    if isinstance(value, tuple) and all(isinstance(each, BaseModel) for each in value):
+        value = tuple(each.name for each in value)
+    for mark in field.metadata:
+        if isinstance(mark, PlainSerializer):
+            written = mark.func(value)
+            value = written if field.annotation is int else _short(written)
+    if isinstance(value, tuple):
+        listed = ", ".join('"*"' if each == "*" else each for each in value)
+        return f"`[{listed}]`"
+    if value in ("on", "off"):  # YAML would take the bare word for true or false
+        value = f'"{value}"'
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def bounds(field: FieldInfo) -> str:
+    """Like ``1-64``, for a number that has a least and a greatest value."""
+    limits: dict[str, Any] = {}
+    for mark in field.metadata:
+        for name in ("ge", "gt", "le", "lt"):
+            if (value := getattr(mark, name, None)) is not None:
+                limits["least" if name[0] == "g" else "most"] = value
+    if limits.keys() != {"least", "most"} or limits["most"] > 10**6 or field.annotation is str:
+        return ""
+    least, most = limits["least"], limits["most"]
+    if field.annotation is float:
+        least, most = (_short(f"{each:.0f}s") for each in (least, most))
+    return f"{least} to {most}" if limits["least"] else f"up to {most}"
+
+
+def _short(written: str) -> str:
+    """``2419200s`` as ``28d``, ``0.1`` as ``10%``."""
+    if not written.endswith("s"):
+        return f"{float(written):.0%}"
+    seconds = int(written.removesuffix("s"))
+    whole = (f"{seconds // each}{unit}" for unit, each in _UNITS if not seconds % each)
+    return next(whole) if seconds else "0"
+
+
+def section(title: str, text: str, model: type[BaseModel], name: str) -> str:
     lines = [f"## {title}", "", *([text, ""] if text else [])]
-    lines += ["| setting | default | meaning |", "| --- | --- | --- |", *rows(model, prefix)]
+    lines += ["```yaml", EXAMPLES[name].rstrip(), "```", ""]
+    prefix = f"{name}." if name else ""
+    parts: dict[str, list[str]] = {}
+    for path, notes, meaning in rows(model, prefix):
+        part = re.split(r"\W", path.removeprefix(prefix))[0]
+        parts.setdefault(part, []).append(pages.item(path, notes, meaning))
+    lines += [each for items in parts.values() if len(items) < _FEW for each in items]
+    for part, items in parts.items():
+        if len(items) >= _FEW:
+            lines += ["", f"### `{prefix}{part}`", "", *items]
     return "\n".join(lines) + "\n"
 
 
@@ -94,8 +205,7 @@ def document() -> str:
     """The whole page."""
     parts = [HEAD, section("The process", "", Process, "")]
     parts += [
-        section(f"`{room.name}`", room.summary, room.settings, f"{room.name}.")
-        for room in rooms.ROOMS
+        section(f"`{room.name}`", room.summary, room.settings, room.name) for room in rooms.ROOMS
     ]
     return "\n".join(parts)
 

@@ -24,11 +24,11 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
     yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
-    text = "1 while the kernel does what the settings say."
+    text = "1: the kernel enforces the mode of the settings."
     yield gauge("volumes_guard_in_force", text, not guard.in_force.problems())
-    text = "Current findings of the guard; no series of a rule that finds nothing."
+    text = "Current findings of the guard; no series for a rule that finds nothing."
     yield gauge("volumes_guard_findings", text, Counter(each.rule for each in found), "rule")
-    text = "Guarded drivers without a major number: their devices are guarded once they have one."
+    text = "Guarded drivers that are not loaded. Their devices are guarded after loading."
     lacking = set(guard.in_force.settings.drivers) - guard.driver_names()
     yield gauge("volumes_guard_drivers_not_loaded", text, len(lacking))
     text = "1 while the kernel's log can be read; without it no lease is granted."
@@ -37,13 +37,13 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     text += "checked twice."
     checks = {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]}
     yield counter("volumes_guard_checks", text, checks, "outcome")
-    text = "Denials that found the ring buffer full."
+    text = "Denials that got lost because the ring buffer was full."
     yield counter("volumes_guard_events_lost", text, counts.get("lost", 0))
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
     text = "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
     text += "minute); and marks that were written."
     yield counter("volumes_kubernetes_requests", text, executor.witness.counts, "what")
-    text = "Denied attempts whose device got a lease right after, as with every new volume."
+    text = "Denied attempts whose device then got a lease, as with every new volume."
     yield counter("volumes_guard_denied_then_leased", text, manager.denials.delayed)
     verdicts = {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind}
     yield counter("volumes_probes", "Probes by verdict.", verdicts, "verdict")
@@ -63,7 +63,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     if not audit.settings.enabled:
         return
     inventory, follower, scanner = audit.inventory, audit.follower, audit.scanner
-    text = "Current findings of the audit; no series of a rule that finds nothing."
+    text = "Current findings of the audit; no series for a rule that finds nothing."
     found = Counter((each.rule, str(each.severity)) for each in audit.findings)
     yield gauge("volume_findings", text, found, "rule", "severity")
     text = "The state that a rule is in, as a label; the value is 1. Unknown does not mean fine."
@@ -86,7 +86,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
     fates = {(name, fate): counts[fate] for name, counts in lines.items() for fate in LINE_FATES}
     yield counter("volume_log_lines", text, fates, "source", "fate")
-    text = "Times the log child was replaced."
+    text = "Restarts of the process that reads logs."
     yield counter("volume_log_restarts", text, follower.restarts if follower else 0)
     answers = {name: not isinstance(view, str) for name, view in audit.cluster_views().items()}
     yield gauge("volume_cluster_answers", "1 while the cluster answers.", answers, "cluster")

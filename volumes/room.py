@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class GuardStatus(kit.settings.Shown):
     """The format guard of this node."""
 
-    mode: str = "off"  # off, dry-run or enforce: what is wanted.
-    in_force: bool = False  # Whether the kernel does it, on every device.
-    reasons: tuple[str, ...] = ()  # Why not; at most 5.
-    devices: int = 0  # Guarded devices.
+    mode: str = "off"  # Wanted mode: off, dry-run or enforce.
+    in_force: bool = False  # Whether the kernel enforces this mode on every device.
+    reasons: tuple[str, ...] = ()  # Why not. At most 5.
+    devices: int = 0  # Number of guarded devices.
 
 
 def report(component: "Volumes") -> GuardStatus:
@@ -39,7 +39,7 @@ def brief(shown: GuardStatus) -> str:
 
 ROOM = Room(
     name="volumes",
-    summary="Format guard and volume audit; absent: neither on this node.",
+    summary="Format guard and volume audit. Without this section both are off.",
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),

@@ -60,26 +60,24 @@ class GuardSettings(kit.settings.Section):
     """The format guard. All but cgroup and pins changes while running."""
 
     mode: Literal["off", "dry-run", "enforce"] = "dry-run"
-    """off: not attached. dry-run: reports what it would deny. enforce: denies. Begin with dry-run
-    and watch 'nodeagent volume guard status' for a week."""
+    """off: not in the kernel. dry-run: report what it would refuse. enforce: refuse. Use dry-run
+    for a week first."""
     drivers: tuple[kit.settings.Word, ...] = Field(
         default=("rbd", "nbd"), min_length=1, max_length=_MOST
     )
-    """Block drivers whose devices are guarded, named as in /proc/devices."""
+    """Block drivers of the guarded devices, as in /proc/devices."""
     names: tuple[str, ...] = ("*",)
-    """Devices of those drivers that the agent examines, as shell patterns. The others are guarded
-    too, but never get an automatic lease."""
+    """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
+    an automatic lease."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
-    """Programs that may always open a guarded device for writing (process names, of which the first
-    15 bytes count)."""
+    """Programs that may always open a guarded device for writing. Process names; 15 bytes count."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its
-    command: its first argument that is neither an option nor the value of one. With a word that
-    destroys data (cryptsetup luksFormat) anywhere among its arguments it may not."""
+    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
+    nor its value. With a destructive command (cryptsetup luksFormat) anywhere in its arguments, the
+    program needs a lease."""
     lease: kit.units.Seconds = Field(default=150.0, ge=1, le=300)
-    """How long a device found blank may be formatted. Longer than kubelet's longest pause between
-    two tries (122 s) and than one mkfs takes; after an unused lease the next attempt to write gets
-    a new one."""
+    """How long a blank device may be formatted. Must be longer than the kubelet's longest retry
+    interval (122 s) and than one mkfs. After an unused lease, the next attempt gets a new one."""
     settle: ClassVar[kit.units.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -87,19 +85,16 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.units.Seconds = Field(default=3.0, gt=0, le=60)
-    """A device that does not answer within this time gets the verdict 'timeout'."""
+    """A device that does not answer in this time gets the verdict 'timeout'."""
     cluster_timeout: kit.units.Seconds = Field(default=5.0, gt=0, le=60)
-    """A cluster that does not answer within this time is 'unknown': no lease."""
+    """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
-    """Refuse every automatic lease for an RBD image whose cluster is not among 'volumes.clusters'.
-    Off by default, because then no new volume could be formatted without credentials on the
-    node."""
+    """true: no automatic lease for an RBD image whose cluster is not in `volumes.clusters`. Then a
+    node without Ceph credentials cannot format new volumes."""
     raw_block: bool = True
-    """A volume that kubelet publishes as a raw block device (volumeMode: Block) may be written by
-    its pod, as its user asked for."""
+    """A pod may write to its raw block volume (volumeMode: Block)."""
     cgroup: kit.settings.AbsolutePath | None = None
-    """cgroup v2 directory to guard; default: the root of the hierarchy, all processes of the
-    node."""
+    """cgroup v2 directory to guard. Default: the root, for all processes."""
     pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
     """Directory in a bpf file system for the program and its maps."""
 
@@ -132,7 +127,7 @@ class WitnessSettings(kit.settings.Section):
     guard decides by what the node and Ceph know."""
 
     enabled: bool = True
-    """false: PersistentVolumes are neither asked nor marked."""
+    """The guard reads and marks PersistentVolumes. false: it does neither."""
     timeout: ClassVar[kit.units.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
@@ -159,19 +154,19 @@ class ClusterSettings(ceph.settings.ClusterSettings):
     """A Ceph cluster of volumes; the guard and the audit ask the same ones."""
 
     expected_version: str | None = None
-    """The version that every daemon of it and this node's client should have, like '18.2' or
-    '18.2.4'. Default: all alike, the node at most two releases apart."""
+    """Version that all daemons and this node's client must have, like '18.2' or '18.2.4'. Default:
+    all daemons alike, the client at most two releases apart."""
 
 
 class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
     name: Annotated[str, AfterValidator(_name)]
-    """Its name in findings: kubelet, ceph-csi, containerd."""
+    """Name of the log in findings."""
     files: str | None = None
-    """Absolute path, '*' allowed in its last two parts. Followed across rotation."""
+    """Absolute path; `*` is allowed in the last two parts. Follows rotation."""
     unit: Annotated[str, AfterValidator(_unit)] | None = None
-    """A systemd unit, read with journalctl; '*' allowed, for units of which a node has one."""
+    """systemd unit, read with journalctl; `*` is allowed."""
 
     @model_validator(mode="after")
     def _one(self) -> "LogSource":
@@ -190,7 +185,7 @@ class LogSettings(kit.settings.Section):
     """Which logs are read, and how much of them."""
 
     kernel: bool = True
-    """Follow the kernel's log."""
+    """Read the kernel's log."""
     sources: tuple[LogSource, ...] = Field(
         default=(
             LogSource(name="kubelet", unit="kubelet.service"),
@@ -199,7 +194,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Logs other than the kernel's. A missing source is tried again."""
+    """Other logs: 'files' or 'unit'. The agent retries a missing log."""
     namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
         default=(
             "kube-system",
@@ -210,13 +205,12 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Namespaces of the cluster whose containers' logs are believed: of files in a directory named
-    'containers' only those of pods in them are read. Anybody can name a pod like ceph-csi's."""
+    """In directories named 'containers', the agent only reads logs of pods in these namespaces.
+    Anybody can name a pod like a ceph-csi pod."""
     patterns: kit.settings.AbsolutePath | None = None
-    """A YAML file with more patterns; the id of a built-in one replaces that one."""
+    """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
-    """Most lines matched per second and source; more are counted as dropped. 20000 a second cost 2
-    % of a core while they last."""
+    """Maximum lines per second and source. The agent drops and counts the rest."""
     hold: ClassVar[kit.units.Seconds] = 900.0
     """A finding from a log line clears when the line stays away for so long."""
 
@@ -237,7 +231,8 @@ class ActionSettings(kit.settings.Section):
     would do."""
 
     detach_leaked: Mode = "off"
-    """Unmount a private leaked copy inside its holder's namespace."""
+    """Unmount a leaked private copy inside the namespace of its holder. off: only on command.
+    dry-run: log what it would do. on: do it."""
     per_hour: ClassVar[int] = 10
     """Most actions in an hour."""
 
@@ -248,7 +243,8 @@ class RepairSettings(kit.settings.Section):
     (docs/audit.md)."""
 
     mode: Mode = "off"
-    """off: only what an operator would do is said. dry-run: the journal says what would be done."""
+    """Unmap broken mappings that nothing holds. off: only advise. dry-run: log what it would do.
+    on: do it. Needs the audit, and `clusters` to detect a blocklist."""
     settle: ClassVar[kit.units.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
@@ -258,8 +254,8 @@ class RepairSettings(kit.settings.Section):
     follow: ClassVar[kit.units.Seconds] = 900.0
     """How long a volume that was unmapped is waited for, to probe it when it is mapped again."""
     taint: bool = False
-    """Taint this node (nodeagent.io/volume-repair:NoSchedule) while a repair is under way. The
-    agent's account in the cluster needs to get and patch this node."""
+    """Taint this node (nodeagent.io/volume-repair:NoSchedule) during a repair. The agent's account
+    must be allowed to get and patch this node."""
 
 
 class RuleSettings(kit.settings.Section):
@@ -268,11 +264,11 @@ class RuleSettings(kit.settings.Section):
     enabled: bool = True
     """false: the rule is off."""
     severity: Severity | None = None
-    """Replaces the rule's own."""
+    """info, warning or critical. Default: the rule's own."""
     patience: kit.units.Seconds | None = Field(default=None, ge=0)
-    """How long a trouble must last before it is a finding; replaces the rule's own."""
+    """How long a problem must last to become a finding. Default: the rule's own."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
-    """No finding whose subject, device, cgroup, pod, command or volume contains one of these
+    """No finding if its subject, device, cgroup, pod, command or volume contains one of these
     words."""
 
 
@@ -280,7 +276,7 @@ class RequiredMount(kit.settings.Section):
     """Options that mounts of watched devices must have."""
 
     target: str
-    """Mount points, '*' allowed."""
+    """Mount points; `*` is allowed."""
     options: tuple[str, ...] = Field(min_length=1)
     """Required options."""
     fstype: str | None = None
@@ -293,12 +289,12 @@ class AuditSettings(kit.settings.Section):
     enabled: bool = True
     """false: no audit."""
     names: tuple[str, ...] = Field(default=("*",), min_length=1)
-    """Devices of the guarded drivers that the audit watches, as shell patterns, with what lies on
-    them. The others have no findings, and nothing is done to them."""
+    """Devices of the guarded drivers that the audit watches, as shell patterns. It never touches
+    the others."""
     containers: kit.settings.AbsolutePath = Path(
         "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
-    """containerd's bundles, which hold the pods' names."""
+    """containerd's bundles, which hold the names of the pods."""
     interval: ClassVar[kit.units.Seconds] = 300.0
     """Between two full scans when idle."""
     busy_interval: ClassVar[kit.units.Seconds] = 60.0
@@ -317,7 +313,7 @@ class AuditSettings(kit.settings.Section):
     cluster_timeout: ClassVar[kit.units.Seconds] = 15.0
     """After this a cluster's answer is unknown."""
     mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
-    """Options that mounts must have."""
+    """Options that mounts of watched devices must have."""
     rules: dict[str, RuleSettings] = Field(default_factory=dict, max_length=200)
     """Changes to rules, by rule name."""
     logs: LogSettings = LogSettings()
@@ -337,9 +333,8 @@ class VolumesSettings(kube.settings.RoomSettings):
     clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(
         default=(), max_length=16
     )
-    """Ceph clusters of the volumes. The guard asks them what an image holds and keeps its ledger
-    there too; the audit asks them about their state. Without any, the guard decides by what this
-    node knows."""
+    """Ceph clusters of the volumes, for the guard and the audit. Without a cluster, the guard
+    decides by what this node knows."""
     guard: GuardSettings = GuardSettings()
     """Refuses mkfs on a volume that holds data."""
     kubernetes: WitnessSettings = WitnessSettings()

@@ -74,4 +74,4 @@ class Driver:
             text = "Requests of the kubelet, by method and gRPC code."
             yield counter("csi_requests", text, self._server.requests, "method", "code")
             known = self._server.registered
-            yield gauge("csi_registered", "1 when the kubelet has taken the driver.", known)
+            yield gauge("csi_registered", "1: the kubelet has registered the driver.", known)

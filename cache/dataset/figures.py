@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from cache.sources import base
 from cache.store import manifest
+from cache.store.generations import Phase
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Eviction(Requested):
-    """What an operator last asked to be taken out. One that failed after it had begun goes on by
-    itself."""
+    """Last eviction by an operator. One that failed after it had begun continues."""
 
     state: Literal["", "queued", "running", "evicted", "failed"] = ""
     to: int = 0  # SSD bytes that may stay
@@ -90,12 +90,15 @@ class Eviction(Requested):
     at: float | None = None  # Unix time of its end
 
 
+ScrubReason = Literal["", "suspect", "crash", "round"]
+
+
 @dataclass(frozen=True)
 class Scrub:
     """The scrub of a generation. ``state``: '', running, good, bad, cancelled or failed."""
 
     state: str = ""
-    reason: Literal["", "suspect", "crash", "round"] = ""  # why this round
+    reason: ScrubReason = ""  # why this round
     why: str = ""
     files: int = 0  # to check in all
     bytes: int = 0
@@ -131,7 +134,7 @@ class Job(Protocol):
     """The running job of a dataset (``cache.work.jobs``)."""
 
     kind: str  # fill, update, verify or withdraw
-    phase: str
+    phase: Phase
 
     def rates(self) -> tuple[float, float]:
         """Files and bytes per second."""

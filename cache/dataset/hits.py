@@ -22,7 +22,7 @@ _Z = 1.96  # of a normal distribution: 95 % lie within
 
 @dataclass(frozen=True)
 class Ratio:
-    """Which share of what is read is on the SSD."""
+    """Share of reads from the SSD."""
 
     # Of the files that jobs opened in the last 15 minutes; 1 or 0 where the store or the source
     # alone serves.

@@ -1,6 +1,7 @@
 """How a dataset stands, in one word and one line."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
 
 import kit.errors
 from cache.dataset.figures import Eviction, Figures, Job, Loss, Scrubs, Totals, Use
@@ -14,6 +15,10 @@ from cache.views.view import Stage
 from kit.findings import Finding, Severity
 
 MOST_NAMED = 3
+State = Literal[
+    "cold", "waiting", "queued", "scanning", "filling", "paused", "cancelled", "evicted",
+    "partial", "complete", "verifying", "withdrawing", "evicting", "failed", "removed",
+]  # fmt: skip
 
 
 def unfit(refused: str = "", crossed: str = "") -> str:
@@ -137,7 +142,7 @@ class Standing:
     def totals(self) -> Totals:
         return Totals(self.evicted, self.scrubs.bytes)
 
-    def state(self) -> str:
+    def state(self) -> State:
         """One word; docs/cache.md lists them."""
         generation = self.generation
         if self.removed:

@@ -27,6 +27,7 @@ from cache.fill.opened import OpenGeneration
 from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
 from cache.fill.worker_pool import Assignment
 from cache.store import index, manifest, tree
+from cache.store.generations import Phase
 from cache.store.subset import NOTHING, Amount
 from ceph.protocol import Access
 
@@ -109,7 +110,7 @@ class Pass(ABC):
 
     @property
     @abstractmethod
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """As the agent shows it."""
 
     @abstractmethod

@@ -21,6 +21,7 @@ import msgspec
 
 import kit.messages
 from cache.store import subset
+from cache.store.generations import Phase
 from cache.store.manifest import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
@@ -228,7 +229,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Progress:
-    phase: str
+    phase: Phase
     counts: Counts  # what it works through and how far it is
     sealed: int
     copied_files: int  # by the workers, before they are committed

@@ -154,7 +154,7 @@ def _may(dataset: Dataset) -> bool:
 
 @dataclass(frozen=True)
 class ShownCompare:
-    """The sampled compare of a frozen dataset with its source."""
+    """Sampled comparison of a frozen dataset with its source."""
 
     at: float | None  # Unix time of the last round
     entries: int  # files and links that it compared

@@ -43,34 +43,34 @@ class SecretRef(kit.settings.Shown):
 
     # Name of the Secret.
     name: str = Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)
-    # Which of its entries.
+    # Key in the Secret.
     key: str = Field(default="key", pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)
 
 
 class ObjectCondition(kit.settings.Shown):
     """As Kubernetes' own: one fact with its reason."""
 
-    type: str  # What it is about.
-    status: Literal["True", "False", "Unknown"]  # Whether it is so.
+    type: str  # Name of the condition.
+    status: Literal["True", "False", "Unknown"]  # Whether it is true.
     reason: str  # One word for programs.
     message: str = ""  # One line for people.
-    last_transition_time: str  # When the status changed last (RFC 3339).
-    observed_generation: int = 0  # The generation of the spec that this is about.
+    last_transition_time: str  # Time of the last change of status (RFC 3339).
+    observed_generation: int = 0  # Generation of the spec that it is about.
 
 
 class NodesStatus(kit.settings.Shown):
     """How many nodes."""
 
     wanted: int = 0  # Nodes that the object selects.
-    ready: int = 0  # Of these, nodes that have all of it.
-    refused: int = 0  # Of these, nodes that cannot use it; conditions say why.
+    ready: int = 0  # Nodes that have all of it.
+    refused: int = 0  # Nodes that cannot use it. Conditions say why.
 
 
 class RequestStatus(kit.settings.Shown):
     """What an annotation asks of this node."""
 
     verb: str  # warm, verify, pause or rescan.
-    value: str  # The annotation's value, which is carried out once.
+    value: str  # Value of the annotation. The node carries it out once.
     state: str  # pending, done or failed.
     message: str = ""  # Why it is pending or failed.
 
@@ -78,18 +78,18 @@ class RequestStatus(kit.settings.Shown):
 class IntentStatus(kit.settings.Shown):
     """How far the nodes are, together. One agent writes it for all."""
 
-    observed_generation: int = 0  # The generation of the spec that all figures are about.
-    nodes: NodesStatus = NodesStatus()  # How many nodes have it.
+    observed_generation: int = 0  # Generation of the spec that all figures are about.
+    nodes: NodesStatus = NodesStatus()  # Numbers of nodes.
     ready: str = ""  # Ready and wanted nodes, like 3/4.
-    percent: int = 0  # How much is on the nodes, on average.
+    percent: int = 0  # Average share on the nodes, in percent.
     bytes: int = 0  # Bytes on one node.
-    size: str = ""  # The same for people.
+    size: str = ""  # The bytes, for people.
     # Ready: all wanted nodes have all of it. Accepted: no node refuses the spec. Warmed, Verified,
-    # Paused, Rescanned: all wanted nodes carried out what the annotation asks for.
+    # Paused, Rescanned: all wanted nodes carried out the annotation.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep it.
-    # By verb (warm, verify, pause, rescan): the value of the annotation that all wanted nodes
-    # carried out last, well or not; the condition says which.
+    # For each verb (warm, verify, pause, rescan): the last value of the annotation that all wanted
+    # nodes carried out. The condition says if it succeeded.
     carried_out: Mapping[str, str] = {}
 
 
@@ -98,33 +98,33 @@ class ObjectStatus(kit.settings.Shown):
 
     kind: str  # Kind of the object.
     name: str  # Its name.
-    observed_generation: int = 0  # The generation of its spec that is in force here.
-    accepted: bool = True  # Whether it is in force; if not, message says why.
+    observed_generation: int = 0  # Generation of the spec that is in force on this node.
+    accepted: bool = True  # Whether it is in force. If not, message says why.
     ready: bool = False  # Whether this node has all of it.
-    percent: int = 0  # How much of it this node has.
-    bytes: int = 0  # Its bytes.
-    message: str = ""  # Why it is not in force or not ready; who uses a deleted one.
-    candidate: bool = False  # With spread: whether this node may be chosen to keep it.
+    percent: int = 0  # Share of it on this node.
+    bytes: int = 0  # Size in bytes.
+    message: str = ""  # Why it is not in force or not ready, or who uses a deleted one.
+    candidate: bool = False  # With spread: whether this node may keep it.
     requests: tuple[RequestStatus, ...] = ()  # What annotations ask of this node.
 
 
 class FindingStatus(kit.settings.Shown):
     """One finding of the agent."""
 
-    rule: str  # Which rule found it.
+    rule: str  # Rule that found it.
     severity: str  # info, warning or critical.
-    subject: str  # Device, dataset, image or pod that it is about.
+    subject: str  # Device, dataset, image or pod.
     message: str  # What is wrong.
     advice: str = ""  # What to do.
-    since: str = ""  # When it was seen first (RFC 3339).
+    since: str = ""  # First seen at (RFC 3339).
 
 
 class FindingCounts(kit.settings.Shown):
     """How many findings there are."""
 
-    critical: int = 0  # Critical ones.
+    critical: int = 0  # Critical findings.
     warning: int = 0  # Warnings.
-    info: int = 0  # Others.
+    info: int = 0  # Other findings.
 
 
 class Versions(kit.settings.Shown):
@@ -137,11 +137,11 @@ class Versions(kit.settings.Shown):
 class NodeStatus(kit.settings.Shown):
     """What one node holds, as its own agent last said."""
 
-    # A digest of the objects that this node knows. Equal digests: the same objects.
+    # Digest of the objects that this node knows. Nodes with the same digest know the same objects.
     observed: str = ""
-    written: str = ""  # When it was written (RFC 3339). Unchanged nodes write every 10 minutes.
+    written: str = ""  # Time of this status (RFC 3339). An unchanged node writes every 10 minutes.
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
     objects: tuple[ObjectStatus, ...] = ()  # One entry for each object that selects this node.
-    findings: tuple[FindingStatus, ...] = ()  # The most severe findings; at most 30.
-    finding_counts: FindingCounts = FindingCounts()  # How many there are of each severity.
+    findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
+    finding_counts: FindingCounts = FindingCounts()  # Number of findings of each severity.
     versions: Versions = Versions()  # What runs on the node.

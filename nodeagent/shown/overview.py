@@ -142,22 +142,21 @@ def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
 
 @dataclass(frozen=True)
 class Overview:
-    """What is shown of a node at one moment: page, command line and API have the same."""
+    """One node at one moment."""
 
     verdict: Verdict
-    headline: str  # whether this node is well, in one sentence
+    headline: str  # whether this node is well
     node: str
     version: str
     at: float  # Unix time
     uptime_seconds: int
     components: Sequence[Part]
-    trouble: Sequence[str]  # what is wrong with the process's own parts
+    trouble: Sequence[str]  # problems of the process itself
     findings_total: int
     findings: Sequence[Finding]  # the most severe first; at most 200
     events: Sequence[Event]  # the newest first; at most 50
-    # What each component reports (datasets, images, guard), as in NodeStorage.
-    reports: dict[str, Any]
-    sections: Sequence[kit.room.PageSection]  # what the status page shows of the components
+    reports: dict[str, Any]  # of each component (datasets, images, guard), as in NodeStorage
+    sections: Sequence[kit.room.PageSection]  # what the status page shows
 
 
 def of(state: State, now: float) -> Overview:

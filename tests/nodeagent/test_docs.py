@@ -27,7 +27,7 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
 
 
 def test_page_has_every_command_with_its_options() -> None:
-    rows = re.findall(r"^\| `(.*?)` \|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\* `(.*?)`:", PAGE, re.MULTILINE)
     found = dict(commands(main.cli))
     for name, command in found.items():
         (row,) = [row for row in rows if re.match(rf"{name}( |$)", row)]
@@ -45,7 +45,7 @@ def test_page_has_every_command_with_its_options() -> None:
 
 
 def test_page_has_every_exit_code() -> None:
-    rows = re.findall(r"^\| (\d+)\b", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\* (\d+)\b", PAGE, re.MULTILINE)
     codes = {kind.exit_code for kind in kit.errors.AgentError.__subclasses__()}
     assert {str(code) for code in codes} <= set(rows)
 

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import msgspec
 import pytest
 
+from cache.dataset import standing
+from cache.store import health
 from kit.room import Request
 from nodeagent.api import own
 from nodeagent.shown import overview
@@ -87,6 +89,32 @@ async def test_answers_are_as_the_document_says(
     wrong = {name: object() for name in answer}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(wrong, schema_of(path))
+
+
+@pytest.mark.parametrize(
+    ("schema", "field", "words"),
+    [
+        ("Dataset", "state", " ".join(sorted(get_args(standing.State)))),
+        ("Dataset", "phase", " evicting filling scanning verifying withdrawing"),
+        ("Update", "state", "complete filling new partial stale"),
+        ("Event", "kind", "changed cleared raised"),
+        ("Event", "severity", "critical info warning"),
+        ("Finding", "severity", "critical info warning"),
+        ("Generation", "state", "current earlier next retired"),
+        ("Image", "by", "operator policy retained"),
+        ("Scrub", "reason", " crash round suspect"),
+    ],
+)
+def test_the_document_lists_the_words_of(schema: str, field: str, words: str) -> None:
+    shown = WHOLE["components"]["schemas"][schema]["properties"][field]
+    assert sorted(shown.get("enum", [])) == words.split(" ")
+
+
+def test_the_document_lists_the_states_of_the_store() -> None:
+    shown = schema_of("/v1/datasets")["properties"]["store"]
+    assert shown == {"$ref": "#/components/schemas/StoreState"}
+    schema = WHOLE["components"]["schemas"]["StoreState"]
+    assert schema["enum"] == [str(each) for each in health.State]
 
 
 def test_a_route_of_two_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """The joined settings model and the page of the docs that is made from it."""
 
+import enum
+import typing
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
@@ -47,6 +49,30 @@ def test_every_setting_is_described(generator: Any) -> None:
 
     assert missing(Settings) == []
     assert len(seen) >= 15
+
+
+def test_every_word_that_a_setting_takes_is_in_its_description(generator: Any) -> None:
+    """Of settings that take one of a few words."""
+    missing: list[str] = []
+    seen = 0
+
+    def look(model: type[BaseModel]) -> None:
+        nonlocal seen
+        for name, field in model.model_fields.items():
+            for part in (field.annotation, *typing.get_args(field.annotation)):
+                words = typing.get_args(part) if typing.get_origin(part) is Literal else ()
+                if isinstance(part, type) and issubclass(part, enum.Enum):
+                    words = tuple(each.value for each in part)
+                text = generator.description(model, name)
+                seen += bool(words) and name != "kind"
+                if name != "kind":
+                    missing.extend(f"{model.__name__}.{name}: {w}" for w in words if w not in text)
+            for inner in generator.models(field.annotation):
+                look(inner)
+
+    look(Settings)
+    assert seen >= 8
+    assert missing == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """docs/promises.md: what is promised, and the tests that prove it, of each set.
 
-A proof is a file of tests or a test, as pytest names it. In the column of ``make test`` stands a
-unit test, or a real one that tests/gate.txt names; in the other a real one that it does not name.
+A proof is a file of tests or a test, as pytest names it. One of ``make test`` is a
+unit test, or a real one that tests/gate.txt names; after "long:" a real one that it does not name.
 """
 
 import re
@@ -26,17 +26,20 @@ class Promise:
 
 
 def read(page: str) -> list[Promise]:
-    """The rows of all tables of the page."""
-    rows = [line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| [^-]", line)]
-    return [
-        Promise(text.strip(), _proofs(soon), _proofs(late))
-        for text, soon, late in rows
-        if text.strip() != "promise"
-    ]
+    """The items of all lists of the page; proofs of ``make test-long`` follow the word long."""
+    found = []
+    for item in re.split(r"^\* ", page, flags=re.MULTILINE)[1:]:
+        soon: list[str] = []
+        late: list[str] = []
+        for line in item.splitlines():
+            (late if line.strip().startswith("long:") else soon).extend(_proofs(line))
+        text = item.partition("\n")[0].strip()
+        found.append(Promise(text, tuple(soon), tuple(late)))
+    return found
 
 
-def _proofs(cell: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"`(tests/[^`]+)`", cell))
+def _proofs(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`(tests/[^`]+)`", text))
 
 
 def complaints(

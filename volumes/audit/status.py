@@ -18,16 +18,15 @@ _LAST_ACTIONS = 20
 DeviceState = Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]
 
 
+# A finding, with the fields that scripts select by at the top level.
 @dataclass(frozen=True)
 class AuditFinding:
-    """One finding, with the fields that scripts select by at the top level."""
-
-    id: str  # the same each time the same trouble is seen
+    id: str  # stays the same while the problem exists
     rule: str
     severity: Severity
     subject: str
-    device: str  # kernel name; empty when the finding is about no device
-    pid: int  # the process that causes it; 0 when none is known
+    device: str  # kernel name, or empty
+    pid: int  # process that causes it; 0: unknown
     message: str
     advice: str
     since: float  # Unix time

@@ -46,7 +46,7 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of one volume. Times are Unix seconds."""
+    """One volume. Times are Unix times."""
 
     volume: str
     title: str = ""
@@ -56,9 +56,9 @@ class Entry:
     first_seen: float = 0.0
     last_seen: float = 0.0
     node: str = ""
-    permitted: float = 0.0  # of a format permission whose outcome is not known; 0: none
+    permitted: float = 0.0  # of a format permission with unknown outcome; 0: none
     permitted_by: str = ""
-    earlier_by: str = ""  # who gave the one before it, when its outcome is not known either
+    earlier_by: str = ""  # who gave the one before, if its outcome is unknown too
     previous: tuple[str, ...] = ()  # earlier contents, the newest first
     version: int = VERSION
 
