@@ -1,6 +1,8 @@
 """The chart: what its values may be, what it renders, and that the plain manifests are its own."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +38,12 @@ DATASETS = (
 )
 
 
-def _template(*words: str, hooks: bool = False) -> "subprocess.CompletedProcess[str]":
-    chart = ("template", "nodeagent", str(CHART), "--namespace", "nodeagent")
+def _template(
+    *words: str, hooks: bool = False, chart: Path = CHART
+) -> "subprocess.CompletedProcess[str]":
+    asked = ("template", "nodeagent", str(chart), "--namespace", "nodeagent")
     without = () if hooks else ("--no-hooks",)
-    return kubernetes.helm(*chart, *kubernetes.IMAGE, *without, *words)
+    return kubernetes.helm(*asked, *kubernetes.IMAGE, *without, *words)
 
 
 def _render(*words: str, hooks: bool = False) -> list[dict[str, Any]]:
@@ -50,6 +54,69 @@ def _render(*words: str, hooks: bool = False) -> list[dict[str, Any]]:
 
 def _one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     (found,) = (each for each in documents if each["kind"] == kind)
+    return found
+
+
+# Of the chart before kubernetes.claims, metrics, prometheusRule and dashboards were there.
+OLDER = Path(__file__).with_name("values-of-99b700e.yaml")
+
+
+@pytest.fixture
+def reused(tmp_path: Path) -> Path:
+    """The chart as 'helm upgrade --reuse-values' has it: an older release's values are its own."""
+    made = tmp_path / "chart"
+    shutil.copytree(CHART, made)
+    shutil.copy(OLDER, made / "values.yaml")
+    return made
+
+
+@pytest.mark.real
+def test_values_of_an_older_release_render(reused: Path) -> None:
+    done = _template(hooks=True, chart=reused)
+    assert done.returncode == 0, done.stderr
+    kinds = [each["kind"] for each in yaml.safe_load_all(done.stdout) if each]
+    assert "DaemonSet" in kinds and "PodMonitor" not in kinds
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("more", "missing"),
+    [
+        ("kubernetes.secrets={ceph}", None),
+        ('kubernetes.claims=[{"namespace": "rook-ceph", "secrets": ["node"]}]', None),
+        ("prometheusRule.enabled=true", None),
+        ("metrics.podMonitor.enabled=true", "metrics.port"),
+        ("dashboards.enabled=true", "dashboards.labels"),
+    ],
+)
+def test_what_is_switched_on_with_an_older_releases_values_renders_or_says_what_is_missing(
+    more: str, missing: str | None, reused: Path
+) -> None:
+    done = _template("--set-json" if "[" in more else "--set", more, chart=reused)
+    assert (done.returncode == 0) is (missing is None), done.stderr
+    if missing:
+        assert missing in done.stderr and "--reset-then-reuse-values" in done.stderr
+
+
+@pytest.mark.real
+def test_a_value_that_the_schema_does_not_require_may_be_missing() -> None:
+    """A later chart's new value is missing in the values of every release that is there."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    missing = _optional(schema, values)
+    assert {"metrics", "kubernetes.claims", "dashboards.labels"} <= set(missing)
+    for name in missing:
+        done = _template("--set", f"{name}=null", hooks=True)
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+
+
+def _optional(schema: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Paths of the chart's values that its schema does not require; settings and pools aside."""
+    found = []
+    for name, inner in schema.get("properties", {}).items():
+        if name in values and name not in schema.get("required", ()):
+            found.append(name)
+        found += [f"{name}.{each}" for each in _optional(inner, values.get(name) or {})]
     return found
 
 
@@ -585,6 +652,23 @@ def test_rights_in_the_cluster_are_few_and_go_with_the_setting() -> None:
         assert not [e for e in left if "-cluster" in e["metadata"]["name"]], off
         settings = yaml.safe_load(_one(left, "ConfigMap")["data"]["nodeagent.yaml"])
         assert settings.get("kubernetes") is None, off
+
+
+@pytest.mark.real
+def test_a_namespace_of_claims_that_is_there_twice_has_one_role_with_the_secrets_of_both() -> None:
+    spaces = [
+        {"namespace": "rook-ceph", "secrets": ["cephfs", "rbd"]},
+        {"namespace": "other", "secrets": ["rbd"]},
+        {"namespace": "rook-ceph", "secrets": ["rbd", "second"]},
+    ]
+    made = _render("--set-json", f"kubernetes.claims={json.dumps(spaces)}")
+    for kind in ("Role", "RoleBinding"):
+        names = [(e["metadata"]["namespace"], e["metadata"]["name"]) for e in made
+                 if e["kind"] == kind]  # fmt: skip
+        assert len(names) == len(set(names)), names
+    (role,) = (e for e in made if e["kind"] == "Role" and e["metadata"]["namespace"] == "rook-ceph")
+    (rule,) = (each for each in role["rules"] if each["resources"] == ["secrets"])
+    assert rule["resourceNames"] == ["cephfs", "rbd", "second"]
 
 
 @pytest.mark.real

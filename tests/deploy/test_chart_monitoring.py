@@ -115,7 +115,14 @@ def test_another_account_may_scrape_and_another_certificate_may_serve() -> None:
     assert scrape["tlsConfig"]["ca"]["secret"]["name"] == "ours"
     made = _render(SCRAPED, "metrics.certificate.certManager.issuerRef.name=corp")
     wanted = _of(made, "Certificate")["spec"]
-    assert wanted["secretName"] == "nodeagent--metrics" and wanted["issuerRef"] == {"name": "corp"}
+    assert wanted["issuerRef"] == {"name": "corp"}
+    # Not the name of the chart's own: helm takes that one away, and cert-manager makes its own.
+    issued = wanted["secretName"]
+    assert issued not in [e["metadata"]["name"] for e in _render(SCRAPED) if e["kind"] == "Secret"]
+    (scrape,) = _of(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert scrape["tlsConfig"]["ca"]["secret"]["name"] == issued
+    sources = _of(made, "DaemonSet")["spec"]["template"]["spec"]["volumes"][0]["projected"]
+    assert [s["secret"]["name"] for s in sources["sources"] if "secret" in s] == [issued]
 
 
 @pytest.mark.real
@@ -150,6 +157,13 @@ REFUSED = {
     f"{SCRAPED},settings.admin.api.listen=0.0.0.0:9999": "metrics.port",
     f"{SCRAPED},settings.admin.api.cert_file=/c": "metrics.certificate.secretName",
     f"{SCRAPED},metrics.port=9470": "port 9470",
+    f"{SCRAPED},settings.admin.api.listen=127.0.0.1:9471": "admin.api.listen is 127.0.0.1:9471",
+    f"{SCRAPED},settings.admin.api.listen=localhost:9471": "admin.api.listen is localhost:9471",
+    f"{SCRAPED},settings.admin.api.listen=[::1]:9471": "admin.api.listen is [::1]:9471",
+    f"{SCRAPED},settings.admin.api.listen=10.0.0.17:9471": "admin.api.listen is 10.0.0.17:9471",
+    f"{SCRAPED},metrics.serviceAccount.name=prometheus": "metrics.serviceAccount has name",
+    f"{SCRAPED},metrics.serviceAccount.namespace=monitoring": "metrics.serviceAccount has name",
+    f"{SCRAPED},metrics.certificate.certManager.issuerRef.kind=ClusterIssuer": "property 'name'",
     f"{SCRAPED},metrics.certificate.secretName=a,"
     "metrics.certificate.certManager.issuerRef.name=b": "name one of them",
     "metrics.podMonitor.interval=often": "interval",

@@ -118,7 +118,7 @@ class Reader:
         words = file.read_text().splitlines()
         file.unlink()
         assert words[:3] == ["upgrade", "nodeagent", "deploy/chart"], words
-        assert "--reuse-values" in words
+        assert "--reset-then-reuse-values" in words
         sets = [
             word
             for at, word in enumerate(words)

@@ -193,7 +193,7 @@ def _series(line: str, number: int) -> dict[str, str]:
 
 
 def test_one_broken_dataset_on_all_nodes_is_one_page(tmp_path: Path) -> None:
-    """One critical alert; the warning beside it is what docs/alertmanager.md inhibits."""
+    """One critical alert; the warning beside it is what deploy/alertmanager/inhibit.yaml inhibits."""
     fires = (("DatasetNotServed", "critical"), ("DatasetSourceSilent", "warning"))
     labels = 'alertname="{}",severity="{}",alertstate="firing",dataset="typo"'
     lines = _OF_ONE_NODE.strip().splitlines()

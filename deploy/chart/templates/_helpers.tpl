@@ -45,7 +45,7 @@ nodeagent/pool: {{ .pool }}
 {{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}
 {{- end -}}
 {{- if .root.Values.kubernetes.enabled -}}{{- $_ := set $made "kubernetes" dict -}}{{- end -}}
-{{- $secure := .root.Values.metrics.podMonitor.enabled -}}
+{{- $secure := include "nodeagent.scraped" .root -}}
 {{- if $secure -}}
 {{- $_ := set $made.admin "api" (dict
   "listen" (printf "0.0.0.0:%v" .root.Values.metrics.port)
@@ -103,6 +103,10 @@ nodeagent/pool: {{ .pool }}
 {{- end -}}
 {{- if $secure -}}
 {{- $api := $admin.api | default dict -}}
+{{- $host := regexReplaceAll ":[^:]*$" (toString $api.listen) "" -}}
+{{- if not (has $host (list "0.0.0.0" "[::]")) -}}
+{{- fail (printf "pool %s: settings.admin.api.listen is %s, and metrics.podMonitor.enabled has Prometheus ask each node at its own address: it would find nobody, or one node. Leave admin.api.listen out, or set it to 0.0.0.0:%v" .pool (toString $api.listen) .root.Values.metrics.port) -}}
+{{- end -}}
 {{- if not (hasSuffix (printf ":%v" .root.Values.metrics.port) (toString $api.listen)) -}}
 {{- fail (printf "pool %s: metrics.podMonitor.enabled asks port %v ('metrics.port'), and settings.admin.api.listen is %s: Prometheus would find nobody. Leave admin.api.listen out, or set metrics.port" .pool .root.Values.metrics.port (toString $api.listen)) -}}
 {{- end -}}
@@ -116,13 +120,40 @@ nodeagent/pool: {{ .pool }}
 {{- toYaml $all -}}
 {{- end -}}
 
-{{/* The Secret with the certificate of the scraped port, and the name in it. */}}
+{{/* "true" when Prometheus' operator is to scrape the agents. */}}
+{{- define "nodeagent.scraped" -}}
+{{- $metrics := .Values.metrics -}}
+{{- if (($metrics).podMonitor).enabled -}}
+{{- include "nodeagent.given" (dict "root" . "paths" (list "metrics.port" "metrics.podMonitor.interval" "metrics.podMonitor.scrapeTimeout")) -}}
+{{- $account := $metrics.serviceAccount | default dict -}}
+{{- if ne (empty $account.name) (empty $account.namespace) -}}
+{{- fail (printf "metrics.serviceAccount has name %q and namespace %q: an account has both. Set both, or neither" (toString $account.name) (toString $account.namespace)) -}}
+{{- end -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses values without these paths: 'helm upgrade --reuse-values' has those of the chart that was installed. */}}
+{{- define "nodeagent.given" -}}
+{{- $root := .root -}}
+{{- range $path := .paths -}}
+{{- $found := $root.Values -}}
+{{- range $key := splitList "." $path -}}{{- $found = index ($found | default dict) $key -}}{{- end -}}
+{{- if empty $found -}}
+{{- fail (printf "%s is missing: these values are of an older chart. Upgrade with --reset-then-reuse-values (helm 3.14 or newer) in place of --reuse-values, or set %s" $path $path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the certificate of the scraped port. That of cert-manager has a name of its own: helm takes the
+chart's away, and cert-manager does not write into one that helm made. */}}
 {{- define "nodeagent.metricsSecret" -}}
-{{- $given := .Values.metrics.certificate -}}
-{{- if and $given.secretName $given.certManager.issuerRef -}}
+{{- $given := .Values.metrics.certificate | default dict -}}
+{{- $issued := ($given.certManager).issuerRef -}}
+{{- if and $given.secretName $issued -}}
 {{- fail (printf "metrics.certificate has secretName %q and certManager.issuerRef: name one of them" $given.secretName) -}}
 {{- end -}}
-{{- $given.secretName | default "nodeagent--metrics" -}}
+{{- $given.secretName | default (ternary "nodeagent--metrics-issued" "nodeagent--metrics" (not (empty $issued))) -}}
 {{- end -}}
 
 {{- define "nodeagent.metricsServer" -}}
