@@ -13,7 +13,7 @@ nodeagent/pool: {{ .pool }}
 
 {{- define "nodeagent.image" -}}
 {{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/." .Values.image.repository) -}}
-{{- fail (printf "image.repository is %q: name registry and repository of the image that you have built and pushed, like registry.example/nodeagent (docs/deploy.md). Of a short name a search list of each node would decide what runs there as root" .Values.image.repository) -}}
+{{- fail (printf "image.repository is %q: name registry and repository of the image that you have built and pushed, like registry.example/nodeagent (docs/install.md). Of a short name a search list of each node would decide what runs there as root" .Values.image.repository) -}}
 {{- end -}}
 {{- if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}
