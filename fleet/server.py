@@ -139,7 +139,7 @@ class FleetServer:
             self.address,
             f"answers what no API server with nodeagent's kinds does ({error})",
             "see that the context names the right cluster, and that this command and the cluster's "
-            "CRDs are of versions that fit (docs/deploy.md)",
+            "CRDs are of versions that fit (docs/upgrade.md)",
         )
 
     # --- changing
@@ -211,7 +211,7 @@ class FleetServer:
             return kit.errors.NotFoundError(
                 f"the kinds of {GROUP}",
                 f"{self.address} does not have them ({right})",
-                "install nodeagent there (docs/kubernetes.md), or name another with --context",
+                "install nodeagent there (docs/install.md), or name another with --context",
             )
         if status == 404:
             return kit.errors.NotFoundError(about, said, "")

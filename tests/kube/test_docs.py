@@ -8,9 +8,6 @@ import yaml
 from tests.testbed import docpages, waiting
 from tests.testbed.control_plane import ControlPlane
 
-# Of the kinds that the docs show without a version.
-VERSIONS = {"Role": "rbac.authorization.k8s.io/v1"}
-
 
 def objects() -> list[dict[str, Any]]:
     return [
@@ -23,12 +20,11 @@ def objects() -> list[dict[str, Any]]:
 
 
 def whole(shown: dict[str, Any]) -> dict[str, Any]:
-    """What the docs leave out: the reader's own container, or a version. What has no kind is of a
-    pod."""
+    """What the docs leave out: the reader's own container. What has no kind is of a pod."""
     made = {**shown, "metadata": {"name": "shown", **shown.get("metadata", {})}}
     made["metadata"].pop("namespace", None)  # the reader's, not there
     if "kind" in shown:
-        return {"apiVersion": VERSIONS.get(shown["kind"]), **made}
+        return made
     spec = made.pop("spec", None)
     if spec is None:
         spec = {key: made.pop(key) for key in ("volumes", "containers") if key in made}
@@ -48,7 +44,7 @@ def whole(shown: dict[str, Any]) -> dict[str, Any]:
 def test_server_takes_the_objects_of_the_docs(plane: ControlPlane) -> None:
     shown = objects()
     kinds = {each["kind"] for each in shown}
-    assert kinds >= {"CachedDataset", "ImageSet", "Pod", "PersistentVolume", "Role", "ClusterRole"}
+    assert kinds >= {"CachedDataset", "ImageSet", "Pod", "PersistentVolume", "ClusterRole"}
     for number, each in enumerate(shown):
         each["metadata"]["name"] += f"-{number}"  # several have one name
     waiting.until(lambda: plane._ask("get", "serviceaccount", "default"), 30, "the account of pods")

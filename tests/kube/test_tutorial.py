@@ -1,10 +1,10 @@
-"""The tutorial of docs/kubernetes.md, word for word: a real shell, kubectl, API server and kubelet.
+"""A first day with the docs, word for word: a real shell, kubectl, API server and kubelet.
 
-What differs from a user's cluster is what the page leaves to them: variables, ``cluster.yaml``.
+What differs from a user's cluster is what the pages leave to them: variables, and values of the
+chart for this cluster. No Ceph: the test data of docs/first-dataset.md stand for it.
 """
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,29 +12,38 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.testbed import blockdev, cell, image, kubernetes, ports, waiting
+from tests.testbed import blockdev, cell, docpages, image, kubernetes, ports, waiting
 
-REPO = Path(__file__).parents[2]
-PAGE = REPO / "docs" / "kubernetes.md"
-HEADING = "## Tutorial: "
+REPO = docpages.ROOT
+DATA = "examples/first-dataset/data.yaml"
+DATA_CHAPTER = "Test data"  # of first-dataset.md: it comes last, and is needed first
 MARK = "=== next block ==="
 TIDY = """\
 helm uninstall nodeagent --namespace nodeagent --wait --ignore-not-found
-kubectl delete namespace training --ignore-not-found --wait=false
+kubectl delete pod read --ignore-not-found --wait=false
 kubectl delete cacheddataset coco --ignore-not-found --wait=false
 kubectl delete pod -n default make-coco --ignore-not-found --wait=false
+"""
+# The values that this cluster needs beside those of the pages.
+HELM = """\
+#!/bin/sh
+[ "$1" = install ] && set -- "$@" --values "$HOME/cluster.yaml"
+exec {helm} "$@"
 """
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-def section() -> str:
-    return PAGE.read_text().partition(f"\n{HEADING}")[2].partition("\n## ")[0]
-
-
-def blocks() -> list[tuple[str, str]]:
-    """Language and text of each fenced block of the tutorial."""
-    return re.findall(r"^```(\w+)\n(.*?)^```$", section(), re.MULTILINE | re.DOTALL)
+def blocks() -> list[docpages.Block]:
+    """What a reader pastes, page by page, and what they see; a console is only shown."""
+    install, first, remove = (
+        [each for each in docpages.blocks(REPO / "docs" / page) if each.language in ("sh", "text")]
+        for page in ("install.md", "first-dataset.md", "remove.md")
+    )
+    data = [each for each in first if each.chapter == DATA_CHAPTER]
+    variables, *rest = [each for each in first if each.chapter != DATA_CHAPTER]
+    assert install and data and rest and remove
+    return [*install, variables, *data, *rest, *remove]
 
 
 def told(text: str) -> list[list[str]]:
@@ -45,21 +54,28 @@ def told(text: str) -> list[list[str]]:
 
 
 class Shell:
-    """Runs commands as the page's reader does, in a directory that has ``deploy`` in it."""
+    """Runs commands as the reader of the pages does, in a directory that stands for the clone."""
 
     def __init__(self, kube: kubernetes.Kubernetes, folder: Path, values: object) -> None:
         self._folder = folder
         (folder / "deploy").symlink_to(REPO / "deploy")
+        data = folder / DATA
+        data.parent.mkdir(parents=True)
+        data.write_text((REPO / DATA).read_text().replace("busybox:1.36", kube.busybox))
+        (folder / "bin").mkdir()
+        (folder / "bin" / "helm").write_text(HELM.format(helm=kubernetes.BIN / "helm"))
+        (folder / "bin" / "helm").chmod(0o755)
         (folder / "cluster.yaml").write_text(yaml.safe_dump(values))
         made = image.build()
         kube.import_image(made.archive)
         nowhere = str(folder / "helm")
         self._environment = {
-            "PATH": f"{kubernetes.BIN}:{os.environ['PATH']}",
+            "PATH": f"{folder}/bin:{kubernetes.BIN}:{os.environ['PATH']}",
             "HOME": str(folder),
             "KUBECONFIG": str(kube.folder / "pki" / "admin.kubeconfig"),
             **dict.fromkeys(("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"), nowhere),
-            "NODE": kubernetes.NODE, "IMAGE": image.NAME, "TAG": made.tag, "BUSYBOX": kube.busybox,
+            "NODE": kubernetes.NODE, "REPOSITORY": image.NAME, "TAG": made.tag,
+            "BUSYBOX": kube.busybox,
         }  # fmt: skip
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
@@ -103,15 +119,14 @@ def shell(kube: kubernetes.Kubernetes, area: Path) -> Iterator[Shell]:
             made.run(TIDY.replace("\n", " || true\n"))
 
 
-def test_tutorial_works_word_for_word(kube: kubernetes.Kubernetes, shell: Shell) -> None:
+def test_the_first_day_works_word_for_word(kube: kubernetes.Kubernetes, shell: Shell) -> None:
     script, expected = [], {}
-    for language, text in blocks():
-        assert language in ("sh", "text"), "the test does not know what to do with it"
-        if language == "sh":
-            script.append(f"echo '{MARK}'\n{text}")
+    for block in blocks():
+        if block.is_shell:
+            script.append(f"echo '{MARK}'\n{block.text}\n")
         else:
-            expected[len(script)] = text
-    assert len(script) > 5 and len(expected) > 1, "the tutorial is not found"
+            expected[len(script)] = block.text
+    assert len(script) > 5 and len(expected) > 1, "the blocks are not found"
 
     done = shell.run("".join(script))
 

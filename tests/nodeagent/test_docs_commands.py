@@ -13,26 +13,30 @@ from tests.testbed import docpages
 
 ROOT = docpages.ROOT
 PAGES = docpages.PAGES
-# Blocks of these pages are run word for word by the test: all, or those below a heading.
-RUN = {"tutorial.md": ("", "tests/nodeagent/test_tutorial.py")}
-RUN["kubernetes.md"] = ("Tutorial: ", "tests/kube/test_tutorial.py")
-RUN |= {
-    f"connect-{way}.md": ("", "tests/kube/test_connect.py") for way in ("ceph", "rook", "ceph-csi")
-}
+# Blocks of these pages, written as ``sh``, are run word for word by the test.
+RUN = {"tutorial.md": "tests/nodeagent/test_tutorial.py"}
+RUN |= dict.fromkeys(("install.md", "first-dataset.md", "remove.md"), "tests/kube/test_tutorial.py")
+RUN |= dict.fromkeys(
+    ("connect-ceph.md", "connect-rook.md", "connect-ceph-csi.md"), "tests/kube/test_connect.py"
+)
 DEBIAN = "python3-venv libbpf1 kmod ceph-fuse python3-rados python3-rbd python3-cephfs"
-DASHBOARDS = "--from-file=deploy/dashboards"
 MONITORED = (
-    "helm upgrade --install nodeagent deploy/chart -n nodeagent -f values.yaml  --set "
+    "helm upgrade nodeagent deploy/chart --namespace nodeagent --reset-then-reuse-values  --set "
     "metrics.podMonitor.enabled=true,prometheusRule.enabled=true,dashboards.enabled=true"
+)
+REMOVED = (
+    "helm upgrade nodeagent deploy/chart --namespace nodeagent --reset-then-reuse-values  --set "
+    "pools.default.nodeSelector.removed=yes --set 'uninstall.nodes={gpu-1,gpu-2}'"
 )
 # Other blocks, by page and first command: the test that does what they do, or why none can.
 COVERED = {
     ("README.md", "make run"): "tests/nodeagent/test_tutorial.py",
     (
-        "README.md",
-        ".venv/bin/nodeagent --config build/run/nodeagent.yaml dataset list",
-    ): "tests/nodeagent/test_tutorial.py",
-    ("README.md", "nodeagent doctor"): "tests/nodeagent/test_doctor.py",
+        "install.md",
+        "docker build -t registry.example/nodeagent:0.1.0 .",
+    ): "tests/deploy/test_dockerfile.py",  # without docker
+    ("install.md", "kubectl get nodestorages"): "tests/kube/test_storage.py",
+    ("remove.md", REMOVED): "tests/deploy/test_node_uninstall.py",
     ("CONTRIBUTING.md", "make setup"): "tests/nodeagent/test_docs_commands.py",  # make -n
     ("bare-metal.md", f"apt-get install {DEBIAN}"): "tests/deploy/test_release.py",
     (
@@ -42,7 +46,7 @@ COVERED = {
     (
         "upgrade.md",
         "kubectl apply --server-side -f deploy/manifests/crds.yaml",
-    ): "tests/deploy/test_release.py",  # the chart from a registry; an upgrade: test_node_rounds.py
+    ): "tests/deploy/test_release.py",  # an upgrade: test_node_rounds.py
     ("audit.md", "nodeagent volume findings"): "tests/volumes/audit/test_status.py",
     (
         "cache.md",
@@ -53,17 +57,9 @@ COVERED = {
         "testbed.md",
         "SEED=12 KILLS=200 .venv/bin/python -m pytest -s tests/faults/test_kills.py",
     ): "tests/faults/test_kills.py",  # with fewer kills
-    (
-        "deploy.md",
-        f"kubectl create configmap nodeagent-dashboards -n monitoring {DASHBOARDS}",
-    ): "tests/nodeagent/test_dashboards.py",
     ("monitoring.md", MONITORED): "tests/deploy/test_chart_monitoring.py",
     ("kubectl.md", "kubectl nodeagent status"): "tests/kube/test_fleet.py",
     ("kubectl.md", "python3 -m venv ~/.nodeagent"): "tests/fleet/test_install.py",
-    (
-        "kubernetes.md",
-        "kubectl wait --for=condition=Ready cacheddataset/coco --timeout=1h",
-    ): "tests/kube/test_tutorial.py",
     (
         "kubernetes.md",
         "kubectl annotate --overwrite cds coco nodeagent.io/verify=nightly-7",
@@ -87,7 +83,7 @@ def lines(block: docpages.Block) -> list[str]:
 
 
 def run_elsewhere(block: docpages.Block) -> bool:
-    return block.page in RUN and block.chapter.startswith(RUN[block.page][0])
+    return block.page in RUN and block.language == "sh"
 
 
 def test_each_block_says_what_it_is() -> None:
@@ -102,7 +98,7 @@ def test_each_shell_block_is_covered_by_a_test() -> None:
     assert sorted(keys - COVERED.keys()) == [], "no test does what these blocks do"
     assert sorted(COVERED.keys() - keys) == [], "the docs have these blocks no longer"
     assert len(found) == len(keys)
-    tests = {*COVERED.values(), *(test for _, test in RUN.values())}
+    tests = {*COVERED.values(), *RUN.values()}
     assert [test for test in sorted(tests) if not (ROOT / test).exists()] == []
 
 

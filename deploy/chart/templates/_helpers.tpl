@@ -13,7 +13,7 @@ nodeagent/pool: {{ .pool }}
 
 {{- define "nodeagent.image" -}}
 {{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/." .Values.image.repository) -}}
-{{- fail (printf "image.repository is %q: name registry and repository of the image that you have built and pushed, like registry.example/nodeagent (docs/deploy.md). Of a short name a search list of each node would decide what runs there as root" .Values.image.repository) -}}
+{{- fail (printf "image.repository is %q: name registry and repository of the image that you have built and pushed, like registry.example/nodeagent (docs/install.md). Of a short name a search list of each node would decide what runs there as root" .Values.image.repository) -}}
 {{- end -}}
 {{- if eq (toString .Values.image.tag) "latest" -}}
 {{- fail "image.tag is latest: nodes would run what the registry had when each of them pulled, and keep it. Name the version that you have pushed, or image.digest" -}}
