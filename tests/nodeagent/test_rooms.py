@@ -11,6 +11,7 @@ import pytest
 import kit.room
 import nodeagent
 from nodeagent import app, rooms
+from nodeagent.settings import GONE
 from nodeagent.shown import overview, page
 
 PROCESS = Path(nodeagent.__file__).parent
@@ -40,6 +41,8 @@ def test_only_the_registry_names_a_room() -> None:
         for file in PROCESS.rglob("*.py")
     }
     assert found.pop("rooms.py") == sorted(NAMES)
+    # The table of settings that went has their paths.
+    assert set(found.pop("settings.py")) <= {path.partition(".")[0] for path in GONE}
     assert len(found) > 10
     assert {file: rooms for file, rooms in found.items() if rooms} == {}
 
