@@ -18,6 +18,7 @@ from cache.dataset.figures import Eviction, ScrubReason, Totals, Verification
 from cache.dataset.generation import Generation
 from cache.dataset.hits import Ratio
 from cache.dataset.standing import State, finding, named
+from cache.fill.protocol import Phase
 from cache.store import disk, generations, subset
 from cache.views.view import Stage
 from cache.work import compare
@@ -117,7 +118,7 @@ class ShownDataset:
     files: EntryCounts
     bytes: ByteCounts
     estimated: bool  # totals are not counted yet
-    phase: generations.Phase
+    phase: Phase
     rate: JobRate
     eta_seconds: int | None
     store_bytes: int  # SSD bytes that it takes

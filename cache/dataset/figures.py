@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from cache.fill.protocol import Phase
 from cache.sources import base
 from cache.store import manifest
-from cache.store.generations import Phase
 
 
 @dataclass(frozen=True)

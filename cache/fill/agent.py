@@ -11,7 +11,6 @@ from typing import TypeVar
 import kit.errors
 import kit.messages
 from cache.fill import control, protocol
-from cache.store.generations import Phase
 from cache.store.manifest import Counts
 
 PROGRESS_SECONDS = 0.5
@@ -38,7 +37,7 @@ class AgentChannel:
     def __init__(self, limits: protocol.Limits) -> None:
         self.limits = limits
         self.page = control.Control.create()  # what is copied is counted there
-        self.phase: Phase = ""
+        self.phase: protocol.Phase = ""
         self.commits = 0
         self._input = b""
         self._reported = 0.0

@@ -25,7 +25,6 @@ import kit.files
 from cache.fill import agent, control, protocol, space
 from cache.fill.agent import Ended
 from cache.store import filesystem, image_copy, manifest, ranges, subset
-from cache.store.generations import Phase
 from ceph import image
 from ceph.protocol import SnapshotFacts
 
@@ -104,7 +103,7 @@ LOCK_SECONDS = 10.0
 class Pass:
     """What both kinds share: limits, cancel, batches, progress. Commands are obeyed in between."""
 
-    def __init__(self, task: protocol.BlockTask, phase: Phase) -> None:
+    def __init__(self, task: protocol.BlockTask, phase: protocol.Phase) -> None:
         self.task = task
         self.folder = Path(task.generation)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -24,10 +24,9 @@ import msgspec
 from cache.fill import control, protocol, worker, worker_pool
 from cache.fill.agent import Ended
 from cache.fill.opened import OpenGeneration
-from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
+from cache.fill.protocol import Commit, Copy, Extents, Finish, Phase, Scan, Whole
 from cache.fill.worker_pool import Assignment
 from cache.store import index, manifest, tree
-from cache.store.generations import Phase
 from cache.store.subset import NOTHING, Amount
 from ceph.protocol import Access
 

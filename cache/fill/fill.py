@@ -283,7 +283,7 @@ class FillPass(Pass):
                 run.list_again(number)
 
     @property
-    def phase(self) -> generations.Phase:
+    def phase(self) -> protocol.Phase:
         return "filling" if self.skeleton else "scanning"
 
     @property

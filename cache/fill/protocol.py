@@ -15,16 +15,17 @@ import dataclasses
 import os
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
 import kit.messages
 from cache.store import subset
-from cache.store.generations import Phase
 from cache.store.manifest import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
+
+Phase = Literal["", "scanning", "filling", "verifying", "evicting", "withdrawing"]  # of a pass
 
 # What a verify has its workers do, and what they find.
 

@@ -142,7 +142,7 @@ AFRESH = "suspect"  # rounds of this name follow trouble of the disk
 
 
 class VerifyPass(coordinator.Pass):
-    phase: generations.Phase = "verifying"
+    phase: protocol.Phase = "verifying"
 
     def __init__(self, run: coordinator.Coordinator, task: protocol.VerifyTask) -> None:
         self.run = run

@@ -44,7 +44,6 @@ TRASH = ".trash"
 NAME = "generation.json"
 State = Literal["new", "filling", "partial", "complete", "stale"]  # stale: of another source
 STATES = get_args(State)
-Phase = Literal["", "scanning", "filling", "verifying", "evicting", "withdrawing"]  # of a pass
 _STORED = ("tree", image_copy.IMAGE, image_copy.CHUNKS)  # of a generation that has begun
 _PROBE = ".probe"
 READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"

@@ -17,7 +17,6 @@ from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Figures
 from cache.dataset.generation import Generation
 from cache.fill import protocol
-from cache.store.generations import Phase
 
 # How fast a job works, and how long it will take.
 
@@ -102,7 +101,7 @@ class Pass:
         """``target``: the generation that it works on; default: the current one."""
         self.target = target or dataset.current
         self.kind = kind
-        self.phase: Phase = ""
+        self.phase: protocol.Phase = ""
         self._dataset = dataset
         block = self.target.source.block
         work = "fill" if kind == UPDATE else kind

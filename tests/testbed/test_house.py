@@ -29,7 +29,7 @@ def test_self_is_no_parameter() -> None:
 
 
 def test_only_settings_without_others_below_them_count() -> None:
-    page = "| `a` | | x |\n| `a.b` | 1 | x |\n| `a.c[]` | | x |\n| `a.c[].d` | 2 | x |\ntext `e`\n"
+    page = "* `a`: x\n* `a.b` (1): x\n* `a.c[]`: x\n* `a.c[].d` (2): x\ntext `e`\n"
 
     assert house.leaves(page) == 2
 
