@@ -23,11 +23,11 @@ SCHEMES = ("light", "dark")
 
 # What each row of the page says: its first cell, and of the column with a bar what the bar means.
 _ROWS = """
-[...document.querySelectorAll('tbody tr')].map(row => {
-  const bar = row.querySelector('progress');
+[...document.querySelectorAll('tbody tr:not(.note)')].map(row => {
+  const bar = row.querySelector('progress'), next = row.nextElementSibling;
   return {
     name: row.cells[0].firstElementChild.textContent,
-    text: row.innerText,
+    text: row.innerText + (next && next.matches('.note') ? next.innerText : ''),
     done: bar && bar.value, total: bar && bar.max,
     spark: row.querySelectorAll('svg.spark').length,
   };
@@ -40,6 +40,18 @@ _FINDINGS = """
   text: each.innerText,
   links: [...each.querySelectorAll('a')].map(link => link.getAttribute('href')),
 }))
+"""
+# What reaches over the right edge of its card, and versions that are broken inside.
+_OUTSIDE = """
+[...document.querySelectorAll('section *')].filter(each => {
+  const box = each.getBoundingClientRect(), card = each.closest('section').getBoundingClientRect();
+  return box.width && box.right > card.right + 1;
+}).map(each => each.outerHTML.slice(0, 200))
+"""
+_BROKEN = """
+[...document.querySelectorAll('td code.short')].filter(
+  each => innerWidth >= 1280 && each.getClientRects().length > 1
+).map(each => each.textContent)
 """
 _WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -148,11 +160,13 @@ async def test_everybody_can_use_it(page: browser.Page, window: str, scheme: str
     keep(f"status-{window}-{scheme}.png", await page.picture())
     assert await page.violations() == []
     assert await page.run(_WIDER) <= 0
+    assert await page.run(_OUTSIDE) == []
+    assert await page.run(_BROKEN) == []
     await page.press("Tab")
     assert await page.run("document.activeElement.getAttribute('href')") == "#content"
     await page.press("Enter")
     await page.press("Tab")
-    assert (await page.run("document.activeElement.textContent")).startswith("runbook")
+    assert await page.run("document.activeElement.getAttribute('href')") == "#findings"
     await page.follow("document.querySelector('footer a').click()")
     assert await page.run("document.title") == "nodeagent runbook"
     assert await page.violations() == []
