@@ -43,8 +43,11 @@ _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the r
 _TAGS = {"strong": "b", "code": "code"}
 # What a text may have: a command, of ours also without quotes; a page of the docs; an entry's name.
 _PROGRAMS = "nodeagent|kubectl|ceph|rbd|rados|systemctl|umount|ip|ss|helm|ctr|crictl"
-_COMMAND = rf"'(?P<quoted>(?:{_PROGRAMS}) [^']*)'|(?<=: )(?P<bare>nodeagent [a-z][^;.']*)$"
-_PAGE = r"docs/(?P<page>\w+\.md)(?:#(?P<anchor>[\w-]+))?"
+_TOKEN = re.compile(
+    rf"'(?P<quoted>(?:{_PROGRAMS}) [^']*)'|(?<=: )(?P<bare>nodeagent [a-z][^;.']*)$|"
+    r"docs/(?P<page>\w+\.md)(?:#(?P<anchor>[\w-]+))?|(?<![\w'#/.-])(?P<entry>\w+(?:-\w+)*)(?!['-])"
+)
+_GRAVEST_FIRST = list(Severity)[::-1]
 _HARMS = ("allow-format",)  # commands that nobody should have at one click
 _WORDS = {
     overview.Verdict.WELL: "Well",
@@ -133,12 +136,8 @@ def _verdict(now: overview.Overview) -> str:
 # --- the rooms
 
 
-def _slug(title: str) -> str:
-    return "part-" + "".join(c for c in title.lower() if c.isalnum())
-
-
 def _section(section: kit.room.PageSection) -> str:
-    name = _slug(section.title)
+    name = "part-" + "".join(c for c in section.title.lower() if c.isalnum())
     search = ""
     if section.rows:
         body = _table(section.title, section.head, section.rows)
@@ -257,7 +256,7 @@ def _text(cell: kit.room.Cell) -> str:
 def _counted(found: Sequence[Finding]) -> str:
     """``1 critical, 2 warnings``."""
     number = collections.Counter(each.severity for each in found)
-    return ", ".join(_number(number[each], each) for each in list(Severity)[::-1] if number[each])
+    return ", ".join(_number(number[each], each) for each in _GRAVEST_FIRST if number[each])
 
 
 def _number(number: int, severity: Severity) -> str:
@@ -267,7 +266,7 @@ def _number(number: int, severity: Severity) -> str:
 def _findings(now: overview.Overview) -> str:
     """Folded by severity; what nobody has to act on is closed."""
     shown, folds = now.findings[:MOST_FINDINGS], []
-    for severity in list(Severity)[::-1]:
+    for severity in _GRAVEST_FIRST:
         if lines := [_finding(each, now.at) for each in shown if each.severity == severity]:
             opened = "" if severity == Severity.INFO else " open"
             folds.append(
@@ -335,17 +334,11 @@ def _clock(at: float) -> str:
 # --- texts with commands and names of entries
 
 
-@functools.lru_cache(maxsize=1)
-def _tokens() -> re.Pattern[str]:
-    names = "|".join(sorted(map(re.escape, _by_name()), key=len, reverse=True))
-    return re.compile(rf"{_COMMAND}|{_PAGE}|(?<![\w'#/.-])(?P<entry>{names})(?![\w'-])")
-
-
 def rich(text: str) -> str:
     """``text`` as HTML: commands can be copied, names of the runbook's entries are links. The docs
     are not on the node, so their pages are named only."""
     made, at = [], 0
-    for found in _tokens().finditer(text):
+    for found in _TOKEN.finditer(text):
         made += [escape(text[at : found.start()]), _token(found)]
         at = found.end()
     return "".join(made) + escape(text[at:])
@@ -353,7 +346,7 @@ def rich(text: str) -> str:
 
 def _token(found: re.Match[str]) -> str:
     if entry := found["entry"]:
-        return f"<a href='/runbook#{entry}'>{entry}</a>"
+        return f"<a href='/runbook#{entry}'>{entry}</a>" if entry in _by_name() else entry
     if page := found["page"]:
         return f"docs/{page}" + (
             f", {found['anchor'].replace('-', ' ')}" if found["anchor"] else ""

@@ -33,7 +33,7 @@ def test_disk_of_the_store_is_divided_without_a_rest(
     assert [each.bytes for each in api.disk(*given)] == parts
 
 
-READERS = (
+READERS: tuple[tuple[list[str], str, str, list[str]], ...] = (
     ([], "", "nobody now", []),
     ([], "pid 7 (train.py): has /x open", "pid 7 (train.py)", ["has /x open"]),
     (["ml/a"], "pid 7 (train.py): has /x open", "1 pod", ["ml: a"]),

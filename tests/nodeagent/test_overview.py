@@ -73,7 +73,7 @@ GONE = Finding("gone", "store-unusable", Severity.CRITICAL, "/store", "disk gone
 CHANGED = Finding(
     "r", "needs-restart", Severity.WARNING, "cache.store", "cache.store: it has changed", "restart"
 )
-ONCE = (
+ONCE: tuple[tuple[list[Part], list[Finding], list[str], str], ...] = (
     ([NO_STORE], [GONE], [], "This node needs a person now: /store: disk gone."),
     ([NO_STORE], [CHANGED, dataclasses.replace(GONE, severity=Severity.WARNING)], [],
      ("This node needs a person now: cache does not work fully: disk gone "

@@ -23,7 +23,7 @@ from volumes.audit.logs import patterns
 
 EVIL = "<script>&'\""
 SAFE = "&lt;script&gt;&amp;&#x27;&quot;"
-_VOID = {"meta", "link", "br", "img", "input"}
+_VOID = {"meta", "link", "br", "img", "input", "wbr"}
 
 
 class Component:
