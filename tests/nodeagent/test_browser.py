@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp.test_utils import TestServer
 
+import kit.findings
+import kit.room
+import kit.settings
 import kit.units
+from nodeagent import app
+from nodeagent.api import server
+from nodeagent.state import RunningRoom, State
+from tests.nodeagent.test_page import Component
 from tests.testbed import browser, busy_node, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600 if os.environ.get("PICTURES") else 120)]
@@ -180,6 +188,60 @@ async def test_it_is_whole_without_script(page: browser.Page, busy: busy_node.Bu
     assert page.asked == [address(busy)]  # nothing live
     names = {each["name"] for each in await page.run(_ROWS)}
     assert {busy_node.COMPLETE, busy_node.WARMING, busy_node.PULLING} <= names
+
+
+_DID = """
+(() => {
+  document.getElementById('findings-info').open = true;
+  const filter = document.querySelector('.filter input');
+  filter.focus();
+  filter.value = 'row-1';
+  filter.dispatchEvent(new Event('input', {bubbles: true}));
+  const button = document.querySelector('#findings .copy');
+  navigator.clipboard.writeText = undefined;  // as without HTTPS
+  button.click();
+  return button.getAttribute('aria-label');
+})()
+"""
+_STAYS = """
+[
+  document.getElementById('findings-info').open,
+  document.getElementById('findings-warning').open,
+  document.activeElement.value,
+  document.querySelector('.filter output').textContent,
+  document.querySelectorAll('tbody tr[hidden]').length,
+  getSelection().toString(),
+]
+"""
+
+
+async def test_what_a_reader_did_stays_when_the_page_goes_on(area: Path, agent: app.Agent) -> None:
+    rows = [[kit.room.Cell(f"row-{number:02}"), kit.room.Cell("b")] for number in range(30)]
+    component: Any = Component()
+    parts = [kit.room.PageSection("Datasets", "30", ("Dataset", "State"), rows)]
+    room = kit.room.Room("cache", "", kit.settings.Section, component, page=lambda _: parts)
+    state = State(agent.state.settings, running=[RunningRoom(room, component, started=True)])
+    found = [
+        kit.findings.Finding(str(each), "rule", each, "a", "b", "see 'nodeagent status'")
+        for each in kit.findings.Severity
+    ]
+    state.findings.report("x", found)
+    made = server.metrics_application(state, None, with_page=True)
+    async with TestServer(made) as served, browser.opened(area) as page:
+        await page.go(f"http://127.0.0.1:{served.port}/")
+        assert await page.run(_DID) == "Copy: nodeagent status"
+        more = kit.findings.Finding("n", "rule", kit.findings.Severity.INFO, "newest", "b", "c")
+        state.findings.report("x", [*found, more])
+
+        async def new() -> bool:
+            return bool(
+                await page.run("document.getElementById('findings').innerText.match('new')")
+            )
+
+        await waiting.until_async(new, 30, "the new finding")
+        stays = [True, True, "row-1", "10 of 30", 20, "nodeagent status"]
+        assert await page.run(_STAYS) == stays
+        assert page.complaints == []
 
 
 async def test_it_goes_on_by_itself(page: browser.Page, busy: busy_node.BusyNode) -> None:
