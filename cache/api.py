@@ -38,7 +38,7 @@ def sections(cache: Cache) -> Sequence[PageSection]:
     """Datasets by name, those that need a person first."""
     size = kit.units.format_size
     shown = [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)]
-    shown.sort(key=lambda each: _TONES.get(each.state) != "bad")
+    shown.sort(key=lambda each: _TONES.get(each.state) != "bad" and each.served_by != "none")
     summary = f"The store takes {size(cache.used())} of {size(cache.settings.budget)}; "
     summary += f"its disk is {cache.store_state()}."
     if len(shown) > MOST_ROWS:

@@ -27,7 +27,7 @@ MOST_SHOWN = 200  # of findings, and of what one room reports
 MOST_EVENTS = 50
 LONGEST_HEADLINE = 180
 FIRST = "Datasets"  # the section that most people come for
-_END = re.compile(r"[.;,:](?= )|(?= \()")  # of a clause
+_END = re.compile(r"[.;](?= )|(?= \()")  # of a clause
 
 
 class Verdict(StrEnum):

@@ -165,7 +165,7 @@ def _disk(parts: Sequence[kit.room.Slice]) -> str:
         begin, width = 100 * at / whole, 100 * each.bytes / whole
         drawn.append(f"<rect class={each.tone} x={begin:.2f} width={width:.2f} height=10></rect>")
         size = kit.units.format_size(each.bytes)
-        said.append(f"<li class='dot {each.tone}'>{escape(each.name)} {size}</li>")
+        said.append(f"<li class='dot {each.tone}'>{escape(each.name)}: {size}</li>")
         at += each.bytes
     if not drawn:
         return ""
@@ -291,7 +291,8 @@ def _finding(each: Finding, now: float) -> str:
         link = f" <a href='/runbook#{escape(entry.name)}'>runbook: {escape(each.rule)}</a>"
     return (
         f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
-        f"<p class=what>{escape(each.subject)}</p><p>{rich(each.message)}</p>"
+        f"<p class=what>{escape(each.subject)}</p>"
+        f"<p>{rich(each.message.removeprefix(f'{each.subject}: '))}</p>"
         f"<p class=small><b>Do:</b> {rich(each.advice)}</p>"
         f"<p class=small>for {ago(now - each.since)}{link}</p></div></li>"
     )
@@ -311,7 +312,7 @@ def _events(now: overview.Overview) -> str:
 
 def _event(each: Event) -> str:
     when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
-    text = _DIGEST.sub(r"\1…", each.text)
+    text = _DIGEST.sub(r"\1…", each.text.removeprefix(f"{each.subject}: "))
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
         f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"

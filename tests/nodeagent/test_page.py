@@ -199,7 +199,7 @@ def test_a_disk_is_drawn_to_scale_and_said_in_words(agent: app.Agent) -> None:
     assert re.findall(r"<rect class=(\w+) x=([\d.]+) width=([\d.]+) ", html) == [
         ("used", "0.00", "25.00"), ("free", "25.00", "75.00"),
     ]  # fmt: skip
-    assert f"mine {SAFE} 1.0 GiB</li>" in html
+    assert f"mine {SAFE}: 1.0 GiB</li>" in html
     assert "none left" not in html
     assert "<svg class=disk" not in page.render(shown(agent, section(CELLS)))
 
