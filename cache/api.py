@@ -5,17 +5,20 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 import kit.errors
+import kit.room
 import kit.units
 from cache import status
 from cache.component import Cache
 from cache.dataset import choices
 from cache.dataset.dataset import Dataset
+from cache.fill import space
 from cache.work.jobs import Jobs
 from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
 
 # The cache's part of the status page: each dataset, what serves it, and the store.
 
 MOST_ROWS = 200
+MOST_SPACES = 4  # namespaces of the pods that read a dataset
 _TONES = {"complete": "good", "failed": "bad", "partial": "mid"}
 _SERVES = {
     "none": "nothing serves it",
@@ -35,17 +38,40 @@ def sections(cache: Cache) -> Sequence[PageSection]:
     """Datasets by name, those that need a person first."""
     size = kit.units.format_size
     shown = [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)]
-    shown.sort(key=lambda each: _TONES.get(each.state) != "bad")
+    shown.sort(key=lambda each: _TONES.get(each.state) != "bad" and each.served_by != "none")
     summary = f"The store takes {size(cache.used())} of {size(cache.settings.budget)}; "
     summary += f"its disk is {cache.store_state()}."
     if len(shown) > MOST_ROWS:
         summary += f" {len(shown) - MOST_ROWS} more are not shown: nodeagent dataset list."
     head = ("Dataset", "State", "Read by", "SSD hits", "Stored", "On SSD", "Version", "Why")
-    rows = [_row(each) for each in shown[:MOST_ROWS]]
-    return [PageSection("Datasets", summary, head, rows, _EMPTY)]
+    rows = [_row(each, cache.csi.pods(each.name)) for each in shown[:MOST_ROWS]]
+    return [PageSection("Datasets", summary, head, rows, _EMPTY, _disk(cache))]
 
 
-def _row(shown: status.ShownDataset) -> Sequence[Cell]:
+def _disk(cache: Cache) -> Sequence[kit.room.Slice]:
+    """The store's disk as it was last seen; empty before that."""
+    seen = cache.watch.seen if cache.watch is not None else None
+    if seen is None or not seen.size:
+        return ()
+    kept = space.floors(seen.size, seen.inodes, cache.settings.reserve, cache.reserve.least).bytes
+    return disk(seen.size, seen.free, cache.used(), cache.settings.budget, kept)
+
+
+def disk(size: int, free: int, used: int, budget: int, kept: int) -> Sequence[kit.room.Slice]:
+    """``kept``: what is to stay free. Where less of the budget is left than it says, the disk is
+    too small for it."""
+    reserve = min(kept, free)
+    left = max(0, min(budget - used, free - reserve))
+    return (
+        kit.room.Slice("datasets", used, "used"),
+        kit.room.Slice("other files", max(0, size - free - used), "other"),
+        kit.room.Slice(f"left of the budget of {kit.units.format_size(budget)}", left, "left"),
+        kit.room.Slice("free beside it", free - reserve - left, "free"),
+        kit.room.Slice("reserve", reserve, "reserve"),
+    )
+
+
+def _row(shown: status.ShownDataset, pods: Sequence[str]) -> Sequence[Cell]:
     size = kit.units.format_size
     files, data, update = shown.files, shown.bytes, shown.update
     served = shown.served_by
@@ -59,7 +85,7 @@ def _row(shown: status.ShownDataset) -> Sequence[Cell]:
             tone=_TONES.get(shown.state, "mid"),
             below=[Cell(_SERVES.get(served, served), "bad" if served == "none" else "")],
         ),
-        _reader(shown.used_by),
+        readers(pods, shown.used_by),
         hits_cell(shown),
         Cell(
             f"{size(data.done)} of {size(data.total)}",
@@ -69,12 +95,24 @@ def _row(shown: status.ShownDataset) -> Sequence[Cell]:
         ),
         Cell(size(shown.store_bytes), number=True),
         Cell(shown.generation, style="code", below=version),
-        Cell(below=[Cell(shown.why)] if shown.why else []),
+        Cell(below=[Cell(shown.why)] if shown.why else [], wide=True),
     )
 
 
-def _reader(used_by: str) -> Cell:
-    """Who, and smaller what of the view that one has."""
+def readers(pods: Sequence[str], used_by: str) -> Cell:
+    """Pods that have it as a volume, by namespace; else who, and smaller what of the view."""
+    if pods:
+        spaces: dict[str, list[str]] = {}
+        for pod in pods:
+            space_of, _, name = pod.rpartition("/")
+            spaces.setdefault(space_of, []).append(name)
+        told = [
+            f"{each}{': ' if each else ''}{kit.errors.some(names, between=', ')}"
+            for each, names in spaces.items()
+        ]
+        more = [Cell(f"{len(told) - MOST_SPACES} more namespaces")] if told[MOST_SPACES:] else []
+        number = f"{len(pods)} pod{'s' if len(pods) > 1 else ''}"
+        return Cell(number, below=[*map(Cell, told[:MOST_SPACES]), *more])
     who, _, what = used_by.partition(": ")
     return Cell(who or "nobody now", below=[Cell(what, style="code")] if what else [])
 

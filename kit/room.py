@@ -185,6 +185,16 @@ class Cell:
     spark_top: float = 0.0  # what the upper edge of the line means; 0: the highest of its values
     below: "Sequence[Cell]" = ()
     number: bool = False  # aligned to the right, as its column's head
+    wide: bool = False  # long: the page shows it below the others of its row, over their width
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a disk, drawn as a part of a bar."""
+
+    name: str
+    bytes: int
+    tone: str  # used, other, left, free or reserve
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,7 @@ class PageSection:
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     empty: str = ""  # instead of a table without rows: how there come to be some
+    disk: Sequence[Slice] = ()  # what its disk holds, from the first to the last part
 
 
 class Api(Protocol):
@@ -413,6 +424,9 @@ class Room:
     condition: tuple[str, str] | None = None
     # Its files below the state directory, by pattern: what is assumed while one is damaged.
     state_files: Mapping[str, str] = field(default_factory=dict)
+    # The lines of logs that it knows, each with ``id``, ``meaning`` and ``advice``: what the
+    # runbook says of the findings log-ID.
+    log_lines: Callable[[], Sequence[Any]] = tuple
     # Folders that hold data of users, of its section of the settings; they may lie below the state
     # directory, and a support bundle leaves them out.
     data: Callable[[Any], Sequence[Path]] = lambda _: ()

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import kit.errors
+import kit.room
 import kit.units
 from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
 from preheat import status
 from preheat.component import Preheat
+from preheat.planning import plan
 from preheat.registry import estimate
 
 # Preheating's part of the status page: each image, what it waits for, and the disk.
@@ -38,7 +40,20 @@ def sections(preheat: Preheat) -> Sequence[PageSection]:
         summary += f" {len(rows) - MOST_ROWS} more are not shown: nodeagent image list."
     head = ("Image", "State", "Fetched", "Plan")
     shown = [_row(row) for row in rows[:MOST_ROWS]]
-    return [PageSection("Images", summary, head, shown, _EMPTY)]
+    return [PageSection("Images", summary, head, shown, _EMPTY, _disk(seen.node, pinned))]
+
+
+def _disk(node: plan.Node | None, pinned: int) -> Sequence[kit.room.Slice]:
+    """``pinned``: bytes of pinned images."""
+    if node is None:
+        return ()
+    kept = min(int(node.eviction_free * node.capacity), node.free)
+    return (
+        kit.room.Slice("pinned images", pinned, "used"),
+        kit.room.Slice("other files", max(0, node.used - pinned), "other"),
+        kit.room.Slice("free", node.free - kept, "free"),
+        kit.room.Slice("below it kubelet evicts pods", kept, "reserve"),
+    )
 
 
 def _row(row: status.Status) -> Sequence[Cell]:
@@ -53,7 +68,7 @@ def _row(row: status.Status) -> Sequence[Cell]:
             progress=(row.bytes_done, max(row.bytes_total, 1)),
             below=[Cell(f"{size(row.bytes_per_second)}/s")] if pulls else [],
         ),
-        Cell(below=[Cell(row.reason)] if row.reason else []),
+        Cell(below=[Cell(row.reason)] if row.reason else [], wide=True),
     )
 
 

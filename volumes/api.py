@@ -12,12 +12,14 @@ from volumes.audit import status
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
 from volumes.component import Volumes
+from volumes.guard import pace
 from volumes.guard import status as guard_status
 
 # The volumes' part of the status page: what the guard does, and each device it watches.
 
 MOST_ROWS = 200
 STALE_SECONDS = 120.0
+LATE_SECONDS = 1.1 * pace.CHECK_IN_USE_SECONDS  # no device waits so long for a look
 _ANSWERS = {"enforce": ("refused", "good"), "dry-run": ("reported, not refused", "mid")}
 _HOLDS = {
     "has_fs": ("a file system", "good"),
@@ -86,7 +88,8 @@ def _row(device: Mapping[str, Any], does: str, findings: Sequence[str]) -> Seque
         holds, tone = _HOLDS.get(verdict["verdict"], (verdict["verdict"], "mid"))
         below = [Cell(verdict["type"])] if verdict.get("type") else []
         if (ago := device["looked_seconds_ago"]) >= STALE_SECONDS:
-            below.append(Cell(f"looked at {kit.units.format_duration(ago)} ago", "mid"))
+            late = "mid" if ago >= LATE_SECONDS else ""
+            below.append(Cell(f"looked at {kit.units.format_duration(ago)} ago", late))
     answer, may = _ANSWERS.get(does, ("not refused", "bad")), device["may_be_formatted"]
     return (
         Cell(device["title"], style="strong", below=[Cell(device["device"], style="code")]),

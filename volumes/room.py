@@ -63,6 +63,7 @@ ROOM = Room(
         ),
         "the guard was as strict as it could be; what was written since counts",
     ),
+    log_lines=calls("volumes.audit.logs.patterns:built_in"),
     report=Report(
         "guard",
         GuardStatus,

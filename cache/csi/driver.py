@@ -57,6 +57,11 @@ class Driver:
         """Pods that have a dataset as a volume, a line each."""
         return [str(each) for each in self.node.volumes.values() if each.holds(dataset)]
 
+    def pods(self, dataset: str) -> list[str]:
+        """The same, as namespace/name."""
+        held = (each for each in self.node.volumes.values() if each.holds(dataset))
+        return sorted({each.pod or "unknown" for each in held})
+
     def has_volumes(self, dataset: str) -> bool:
         return any(each.holds(dataset) for each in self.node.volumes.values())
 

@@ -7,6 +7,7 @@ cannot disagree. ``judge`` and ``headline`` are pure. What a room shows is asked
 
 import importlib.metadata
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from nodeagent.state import Event, RunningRoom, State
 HELD_SECONDS = 1.0
 MOST_SHOWN = 200  # of findings, and of what one room reports
 MOST_EVENTS = 50
-LONGEST_HEADLINE = 140
+LONGEST_HEADLINE = 180
+FIRST = "Datasets"  # the section that most people come for
+_END = re.compile(r"[.;](?= )|(?= \()")  # of a clause
 
 
 class Verdict(StrEnum):
@@ -65,32 +68,56 @@ def headline(
     if verdict is Verdict.WELL:
         held = ", ".join(part.brief for part in parts if part.brief)
         return f"This node is well: {held}." if held else "This node is well."
-    told = [
-        kit.findings.said(each.subject, each.message)
+    grave = [
+        each
         for severity in (Severity.CRITICAL, Severity.WARNING)
         for each in findings
         if each.severity is severity
     ]
-    said = "\n".join(told)
-    sick = [
-        f"{part.name} {'is starting' if part.starting else 'does not work fully'}: {reason}"
+    sick = {
+        reason: f"{part.name} {'is starting' if part.starting else 'does not work fully'}: {reason}"
         for part in sorted(parts, key=lambda part: part.starting)
         for reason in (part.reasons or ("it gives no reason",))
-        if not part.ready and reason not in said
-    ]
-    things = (
-        [*sick, *told] if verdict is Verdict.CRITICAL and not _critical(findings) else told + sick
-    )
-    things += trouble
+        if not part.ready
+    }
+    if verdict is Verdict.CRITICAL and not _critical(findings):
+        untold = [f for f in grave if not any(_tells(f, reason) for reason in sick)]
+        things = [*sick.values(), *map(_said, untold)]
+    else:
+        untold_sick = [said for reason, said in sick.items() if not _told(reason, grave)]
+        things = [*map(_said, grave), *untold_sick]
+    things += [text for text in trouble if not _told(text, grave)]
     begin = (
         "This node needs a person now" if verdict is Verdict.CRITICAL else "This node works, but"
     )
-    first = things[0].rstrip(".")
-    if len(first) > LONGEST_HEADLINE:
-        first = f"{first[:LONGEST_HEADLINE].rpartition(' ')[0] or first[:LONGEST_HEADLINE]} …"
+    first = clipped(things[0].rstrip("."), LONGEST_HEADLINE)
     more = f" And {len(things) - 1} more." if len(things) > 1 else ""
     joint = ": " if verdict is Verdict.CRITICAL else " "
     return f"{begin}{joint}{first}.{more}"
+
+
+def _said(found: Finding) -> str:
+    return kit.findings.said(found.subject, found.message)
+
+
+def _tells(found: Finding, text: str) -> bool:
+    """Whether a finding is about what ``text`` says, a component or a part of the process."""
+    return found.message in text or text in found.message or found.subject in text
+
+
+def _told(text: str, findings: Sequence[Finding]) -> bool:
+    return any(_tells(each, text) for each in findings)
+
+
+def clipped(text: str, most: int) -> str:
+    """The clauses of a text that fit, without half a parenthesis; of one too long its words."""
+    if len(text) <= most:
+        return text
+    ends = (found.start() for found in _END.finditer(text[: most + 1]))
+    whole = [end for end in ends if text.count("(", 0, end) == text.count(")", 0, end)]
+    if whole:
+        return text[: whole[-1]]
+    return f"{text[:most].rpartition(' ')[0] or text[:most]} …"
 
 
 def _critical(findings: Sequence[Finding]) -> bool:
@@ -137,7 +164,7 @@ def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
         except Exception as error:
             what = f"It cannot be shown now ({type(error).__name__}: {error})."
             found.append(kit.room.PageSection(each.room.name.capitalize(), what, (), ()))
-    return found
+    return sorted(found, key=lambda each: each.title != FIRST)
 
 
 @dataclass(frozen=True)

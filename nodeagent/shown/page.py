@@ -6,6 +6,7 @@ its policy by their digests: a browser runs nothing else and asks nobody else.
 """
 
 import base64
+import collections
 import datetime
 import functools
 import hashlib
@@ -18,7 +19,11 @@ from html import escape
 
 import yaml
 
+import kit.errors
 import kit.room
+import kit.units
+from kit.findings import Finding, Severity
+from nodeagent import rooms
 from nodeagent.shown import overview
 from nodeagent.state import Event
 
@@ -27,12 +32,23 @@ MOST_FINDINGS = 100
 MOST_EVENTS = 20
 LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
 LONGEST_REASON = 160  # of a component; its finding has all of it
+MOST_REASONS = 3
+MOST_UNFILTERED = 12  # rows of a table without a filter
+LONGEST_UNBROKEN = 28  # characters of a name that is shown in one line, such as a version
 
 _FILES = importlib.resources.files("nodeagent.shown")
 _STYLE = (_FILES / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the rest
 _TAGS = {"strong": "b", "code": "code"}
+# What a text may have: a command, of ours also without quotes; a page of the docs; an entry's name.
+_PROGRAMS = "nodeagent|kubectl|ceph|rbd|rados|systemctl|umount|ip|ss|helm|ctr|crictl"
+_TOKEN = re.compile(
+    rf"'(?P<quoted>(?:{_PROGRAMS}) [^']*)'|(?<=: )(?P<bare>nodeagent [a-z][^;.']*)$|"
+    r"docs/(?P<page>\w+\.md)(?:#(?P<anchor>[\w-]+))?|(?<![\w'#/.-])(?P<entry>\w+(?:-\w+)*)(?!['-])"
+)
+_GRAVEST_FIRST = list(Severity)[::-1]
+_HARMS = ("allow-format",)  # commands that nobody should have at one click
 _WORDS = {
     overview.Verdict.WELL: "Well",
     overview.Verdict.ATTENTION: "Needs a look",
@@ -70,11 +86,12 @@ def render(now: overview.Overview) -> str:
 
 def content(now: overview.Overview) -> str:
     """What a live page replaces: blocks, each with an id of its own."""
-    rooms = [_section(each) for each in now.sections]
+    first = [_section(each) for each in now.sections if each.title == overview.FIRST]
+    rooms = [_section(each) for each in now.sections if each.title != overview.FIRST]
     findings = _findings(now)
-    # What needs a person comes before everything else; that nothing does is read later.
+    # What needs a person comes before the other rooms; that nothing does is read later.
     blocks = [findings, *rooms] if now.findings else [*rooms, findings]
-    return "".join([_verdict(now), *blocks, _events(now)])
+    return "".join([_verdict(now), *first, *blocks, _events(now)])
 
 
 def _document(title: str, header: str, main: str, head: str = "", end: str = "") -> str:
@@ -97,14 +114,16 @@ def _verdict(now: overview.Overview) -> str:
     for part in now.components:
         tone = "good" if part.ready else "mid" if part.starting else "bad"
         word = "ready" if part.ready else "starting" if part.starting else "not ready"
-        told = "; ".join(part.reasons)
-        told = told if len(told) <= LONGEST_REASON else f"{told[:LONGEST_REASON]}…"
+        reasons = [overview.clipped(each, LONGEST_REASON) for each in part.reasons]
+        told = kit.errors.some(reasons, MOST_REASONS)
         why = f": {escape(told)}" if told and not part.ready else ""
         held = f" · {escape(part.brief)}" if part.brief else ""
         parts.append(
             f"<li><span class='dot {tone}'>{escape(part.name)} {word}</span>{held}{why}</li>"
         )
     notes = "".join(f"<p class='small mid'>{escape(text)}</p>" for text in now.trouble)
+    if found := _counted(now.findings):
+        notes = f"<p class=small>Findings: <a href='#findings'>{found}</a></p>{notes}"
     return (
         f"<section id=verdict class='verdict wide {now.verdict}' "
         f"data-title='{escape(_title(now))}'>"
@@ -119,21 +138,48 @@ def _verdict(now: overview.Overview) -> str:
 
 def _section(section: kit.room.PageSection) -> str:
     name = "part-" + "".join(c for c in section.title.lower() if c.isalnum())
+    search = ""
     if section.rows:
         body = _table(section.title, section.head, section.rows)
+        if len(section.rows) > MOST_UNFILTERED:  # its script shows it
+            search = (
+                f"<p class=filter><label>Filter <input type=search id={name}-filter></label>"
+                "<output></output></p>"
+            )
     else:
-        body = f"<p class=none>{escape(section.empty)}</p>" if section.empty else ""
+        body = f"<p class=none>{rich(section.empty)}</p>" if section.empty else ""
     return (
         f"<section id={name} class=wide aria-labelledby={name}-title>"
         f"<h2 id={name}-title>{escape(section.title)}</h2>"
-        f"<p class=sum>{escape(section.summary)}</p>{body}</section>"
+        f"<p class=sum>{rich(section.summary)}</p>{_disk(section.disk)}{search}{body}</section>"
+    )
+
+
+def _disk(parts: Sequence[kit.room.Slice]) -> str:
+    """A bar, and its parts in words."""
+    whole, at = sum(each.bytes for each in parts), 0
+    drawn, said = [], []
+    for each in parts:
+        if each.bytes <= 0:
+            continue
+        begin, width = 100 * at / whole, 100 * each.bytes / whole
+        drawn.append(f"<rect class={each.tone} x={begin:.2f} width={width:.2f} height=10></rect>")
+        size = kit.units.format_size(each.bytes)
+        said.append(f"<li class='dot {each.tone}'>{escape(each.name)}: {size}</li>")
+        at += each.bytes
+    if not drawn:
+        return ""
+    return (
+        "<svg class=disk viewBox='0 0 100 10' preserveAspectRatio=none aria-hidden=true>"
+        f"{''.join(drawn)}</svg><ul class=legend aria-label='The disk'>{''.join(said)}</ul>"
     )
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[kit.room.Cell]]) -> str:
     """A column that says nothing is left out. Roles are said although the elements have them: on a
     phone the table is drawn as cards, and browsers then forget that it is a table."""
-    columns = [at for at in range(len(head)) if any(_says(row[at]) for row in rows)]
+    said = [at for at in range(len(head)) if any(_says(row[at]) for row in rows)]
+    columns = [at for at in said if not rows[0][at].wide]
     heads = "".join(
         f"<th role=columnheader scope=col{' class=num' if rows[0][at].number else ''}>"
         f"{escape(head[at])}</th>"
@@ -143,6 +189,12 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[kit.room.Cel
     for row in rows:
         cells = (_cell(row[at], head[at], row[0].text) for at in columns)
         lines.append(f"<tr role=row>{''.join(cells)}</tr>")
+        for at in said:
+            if row[at].wide and _says(row[at]):
+                cell = _cell(row[at], head[at], row[0].text).removeprefix("<td role=cell")
+                lines.append(
+                    f"<tr role=row class=note><td role=cell colspan={len(columns)}{cell}</tr>"
+                )
     return (
         f"<table role=table aria-label='{escape(title)}'><thead role=rowgroup>"
         f"<tr role=row>{heads}</tr></thead><tbody role=rowgroup>{''.join(lines)}</tbody></table>"
@@ -191,36 +243,58 @@ def _spark(points: Sequence[float | None], top: float) -> str:
 
 
 def _text(cell: kit.room.Cell) -> str:
-    text = escape(cell.text)
+    text = escape(cell.text) if cell.style else rich(cell.text)
     if tag := _TAGS.get(cell.style):
-        text = f"<{tag}>{text}</{tag}>"
+        short = " class=short" if len(cell.text) <= LONGEST_UNBROKEN else ""
+        text = f"<{tag}{short}>{text.replace('/', '/<wbr>')}</{tag}>"
     return f"<span class='tone {escape(cell.tone)}'>{text}</span>" if cell.tone else text
 
 
 # --- findings and events
 
 
+def _counted(found: Sequence[Finding]) -> str:
+    """``1 critical, 2 warnings``."""
+    number = collections.Counter(each.severity for each in found)
+    return ", ".join(_number(number[each], each) for each in _GRAVEST_FIRST if number[each])
+
+
+def _number(number: int, severity: Severity) -> str:
+    return f"{number} {severity}{'s' if severity is Severity.WARNING and number > 1 else ''}"
+
+
 def _findings(now: overview.Overview) -> str:
-    lines = []
-    for each in now.findings[:MOST_FINDINGS]:
-        link = ""
-        if (entry := runbook_entry(each.rule)) is not None:  # log lines have one for all
-            link = f" <a href='/runbook#{escape(entry.name)}'>runbook: {escape(each.rule)}</a>"
-        lines.append(
-            f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
-            f"<p class=what>{escape(each.subject)}</p><p>{escape(each.message)}</p>"
-            f"<p class=small><b>Do:</b> {escape(each.advice)}</p>"
-            f"<p class=small>for {ago(now.at - each.since)}{link}</p></div></li>"
-        )
-    more = now.findings_total - len(lines)
-    if not lines:
-        body = "<p class='none good'>None. A rule that finds something says here what to do.</p>"
-    else:
-        body = f"<ul class=list>{''.join(lines)}</ul>"
-        body += f"<p class=none>{more} more: nodeagent status -o json</p>" if more > 0 else ""
+    """Folded by severity; what nobody has to act on is closed."""
+    shown, folds = now.findings[:MOST_FINDINGS], []
+    for severity in _GRAVEST_FIRST:
+        if lines := [_finding(each, now.at) for each in shown if each.severity == severity]:
+            opened = "" if severity == Severity.INFO else " open"
+            folds.append(
+                f"<details id=findings-{severity}{opened}><summary id=findings-{severity}-fold>"
+                f"{_number(len(lines), severity)}</summary><ul class=list>{''.join(lines)}</ul>"
+                "</details>"
+            )
+    more = now.findings_total - len(shown)
+    if more > 0:
+        folds.append(f"<p class=none>{rich(f'{more} more: nodeagent status -o json')}</p>")
+    if not shown:
+        folds = ["<p class='none good'>None. A rule that finds something says here what to do.</p>"]
     return (
         "<section id=findings class=wide aria-labelledby=findings-title>"
-        f"<h2 id=findings-title>Findings</h2>{body}</section>"
+        f"<h2 id=findings-title>Findings</h2>{''.join(folds)}</section>"
+    )
+
+
+def _finding(each: Finding, now: float) -> str:
+    link = ""
+    if entry := runbook_entry(each.rule):
+        link = f" <a href='/runbook#{escape(entry.name)}'>runbook: {escape(each.rule)}</a>"
+    return (
+        f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
+        f"<p class=what>{escape(each.subject)}</p>"
+        f"<p>{rich(each.message.removeprefix(f'{each.subject}: '))}</p>"
+        f"<p class=small><b>Do:</b> {rich(each.advice)}</p>"
+        f"<p class=small>for {ago(now - each.since)}{link}</p></div></li>"
     )
 
 
@@ -238,7 +312,7 @@ def _events(now: overview.Overview) -> str:
 
 def _event(each: Event) -> str:
     when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
-    text = _DIGEST.sub(r"\1…", each.text)
+    text = _DIGEST.sub(r"\1…", each.text.removeprefix(f"{each.subject}: "))
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
         f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"
@@ -256,6 +330,31 @@ def ago(seconds: float) -> str:
 
 def _clock(at: float) -> str:
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%H:%M:%S}"
+
+
+# --- texts with commands and names of entries
+
+
+def rich(text: str) -> str:
+    """``text`` as HTML: commands can be copied, names of the runbook's entries are links. The docs
+    are not on the node, so their pages are named only."""
+    made, at = [], 0
+    for found in _TOKEN.finditer(text):
+        made += [escape(text[at : found.start()]), _token(found)]
+        at = found.end()
+    return "".join(made) + escape(text[at:])
+
+
+def _token(found: re.Match[str]) -> str:
+    if entry := found["entry"]:
+        return f"<a href='/runbook#{entry}'>{entry}</a>" if entry in _by_name() else entry
+    if page := found["page"]:
+        return f"docs/{page}" + (
+            f", {found['anchor'].replace('-', ' ')}" if found["anchor"] else ""
+        )
+    command = escape(found["quoted"] or found["bare"])
+    button = f"<button type=button class=copy aria-label='Copy: {command}'></button>"
+    return f"<code>{command}</code>{'' if any(w in command for w in _HARMS) else button}"
 
 
 # --- the runbook; scripts/runbook_doc.py makes docs/runbook.md of it, too
@@ -276,6 +375,7 @@ class RunbookEntry:
     do: str = ""
     see: str = ""
     severity: str = ""
+    group: str = ""  # the heading it stands under
 
     @property
     def is_alert(self) -> bool:
@@ -286,7 +386,12 @@ class RunbookEntry:
 def runbook_entries() -> Sequence[RunbookEntry]:
     """All of them, in the order of the file; read when it is first asked for."""
     file = _FILES / "runbook.yaml"
-    found = [RunbookEntry(**each) for each in yaml.safe_load(file.read_text(encoding="utf-8"))]
+    found, group = [], ""
+    for each in yaml.safe_load(file.read_text(encoding="utf-8")):
+        if "group" in each:
+            group = each["group"]
+        else:
+            found.append(RunbookEntry(**each, group=group))
     by_name = {each.name: each for each in found}
     return tuple(
         replace(e, look=by_name[e.see].look, do=by_name[e.see].do) if e.see else e for e in found
@@ -294,23 +399,49 @@ def runbook_entries() -> Sequence[RunbookEntry]:
 
 
 @functools.lru_cache(maxsize=1)
+def _log_lines() -> Sequence[RunbookEntry]:
+    """One for each line of a log that a room knows."""
+    return [
+        RunbookEntry(
+            f"log-{each.id}", f"A log says: {each.meaning}.", do=each.advice, group="Log lines"
+        )
+        for room in rooms.ROOMS
+        for each in room.log_lines()
+    ]
+
+
+@functools.lru_cache(maxsize=1)
 def _by_name() -> dict[str, RunbookEntry]:
-    return {each.name: each for each in runbook_entries()}
+    return {each.name: each for each in (*runbook_entries(), *_log_lines())}
 
 
 def runbook_entry(rule: str) -> RunbookEntry | None:
-    """The entry of a finding's rule or of an alert."""
-    return _by_name().get(LOG_LINES if rule.startswith("log-") else rule)
+    """The entry of a finding's rule or of an alert; of an operator's own log line that of all."""
+    return _by_name().get(rule) or _by_name().get(LOG_LINES if rule.startswith("log-") else "")
 
 
 @functools.lru_cache(maxsize=1)
 def runbook() -> str:
     """A page of its own, so that it can be read on a node that reaches nothing else."""
-    parts = ["<section class=wide><h1>Runbook</h1><dl>"]
-    for each in runbook_entries():
-        parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
-        for word, text in (("", each.means), ("Check: ", each.look), ("Do: ", each.do)):
-            parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
-    parts.append("</dl></section>")
+    groups: dict[str, list[RunbookEntry]] = {}
+    for each in _by_name().values():
+        groups.setdefault(each.group, []).append(each)
+    listed, parts = [], []
+    for group, entries in groups.items():
+        names = "".join(f"<li><a href='#{e.name}'>{e.name}</a></li>" for e in entries)
+        listed.append(f"<h2>{escape(group)}</h2><ul class=names>{names}</ul>")
+        told = "".join(map(_entry, entries))
+        parts.append(f"<section class=wide><h2>{escape(group)}</h2><dl>{told}</dl></section>")
     back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
-    return _document("nodeagent runbook", back, f"<main id=content>{''.join(parts)}</main>")
+    top = (
+        "<section class=wide><h1>Runbook</h1>"
+        f"<nav aria-label=Entries>{''.join(listed)}</nav></section>"
+    )
+    main = f"<main id=content>{top}{''.join(parts)}</main>"
+    return _document("nodeagent runbook", back, main, end=f"<script>{_SCRIPT}</script>")
+
+
+def _entry(each: RunbookEntry) -> str:
+    told = (("", each.means), ("Check: ", each.look), ("Do: ", each.do))
+    lines = "".join(f"<dd>{word}{rich(text)}</dd>" for word, text in told if text)
+    return f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>{lines}"

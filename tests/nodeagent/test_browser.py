@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp.test_utils import TestServer
 
+import kit.findings
+import kit.room
+import kit.settings
 import kit.units
+from nodeagent import app
+from nodeagent.api import server
+from nodeagent.state import RunningRoom, State
+from tests.nodeagent.test_page import Component
 from tests.testbed import browser, busy_node, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600 if os.environ.get("PICTURES") else 120)]
@@ -23,11 +31,11 @@ SCHEMES = ("light", "dark")
 
 # What each row of the page says: its first cell, and of the column with a bar what the bar means.
 _ROWS = """
-[...document.querySelectorAll('tbody tr')].map(row => {
-  const bar = row.querySelector('progress');
+[...document.querySelectorAll('tbody tr:not(.note)')].map(row => {
+  const bar = row.querySelector('progress'), next = row.nextElementSibling;
   return {
     name: row.cells[0].firstElementChild.textContent,
-    text: row.innerText,
+    text: row.innerText + (next && next.matches('.note') ? next.innerText : ''),
     done: bar && bar.value, total: bar && bar.max,
     spark: row.querySelectorAll('svg.spark').length,
   };
@@ -40,6 +48,18 @@ _FINDINGS = """
   text: each.innerText,
   links: [...each.querySelectorAll('a')].map(link => link.getAttribute('href')),
 }))
+"""
+# What reaches over the right edge of its card, and versions that are broken inside.
+_OUTSIDE = """
+[...document.querySelectorAll('section *')].filter(each => {
+  const box = each.getBoundingClientRect(), card = each.closest('section').getBoundingClientRect();
+  return box.width && box.right > card.right + 1;
+}).map(each => each.outerHTML.slice(0, 200))
+"""
+_BROKEN = """
+[...document.querySelectorAll('td code.short')].filter(
+  each => innerWidth >= 1280 && each.getClientRects().length > 1
+).map(each => each.textContent)
 """
 _WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -148,11 +168,13 @@ async def test_everybody_can_use_it(page: browser.Page, window: str, scheme: str
     keep(f"status-{window}-{scheme}.png", await page.picture())
     assert await page.violations() == []
     assert await page.run(_WIDER) <= 0
+    assert await page.run(_OUTSIDE) == []
+    assert await page.run(_BROKEN) == []
     await page.press("Tab")
     assert await page.run("document.activeElement.getAttribute('href')") == "#content"
     await page.press("Enter")
     await page.press("Tab")
-    assert (await page.run("document.activeElement.textContent")).startswith("runbook")
+    assert await page.run("document.activeElement.getAttribute('href')") == "#findings"
     await page.follow("document.querySelector('footer a').click()")
     assert await page.run("document.title") == "nodeagent runbook"
     assert await page.violations() == []
@@ -166,6 +188,60 @@ async def test_it_is_whole_without_script(page: browser.Page, busy: busy_node.Bu
     assert page.asked == [address(busy)]  # nothing live
     names = {each["name"] for each in await page.run(_ROWS)}
     assert {busy_node.COMPLETE, busy_node.WARMING, busy_node.PULLING} <= names
+
+
+_DID = """
+(() => {
+  document.getElementById('findings-info').open = true;
+  const filter = document.querySelector('.filter input');
+  filter.focus();
+  filter.value = 'row-1';
+  filter.dispatchEvent(new Event('input', {bubbles: true}));
+  const button = document.querySelector('#findings .copy');
+  navigator.clipboard.writeText = undefined;  // as without HTTPS
+  button.click();
+  return button.getAttribute('aria-label');
+})()
+"""
+_STAYS = """
+[
+  document.getElementById('findings-info').open,
+  document.getElementById('findings-warning').open,
+  document.activeElement.value,
+  document.querySelector('.filter output').textContent,
+  document.querySelectorAll('tbody tr[hidden]').length,
+  getSelection().toString(),
+]
+"""
+
+
+async def test_what_a_reader_did_stays_when_the_page_goes_on(area: Path, agent: app.Agent) -> None:
+    rows = [[kit.room.Cell(f"row-{number:02}"), kit.room.Cell("b")] for number in range(30)]
+    component: Any = Component()
+    parts = [kit.room.PageSection("Datasets", "30", ("Dataset", "State"), rows)]
+    room = kit.room.Room("cache", "", kit.settings.Section, component, page=lambda _: parts)
+    state = State(agent.state.settings, running=[RunningRoom(room, component, started=True)])
+    found = [
+        kit.findings.Finding(str(each), "rule", each, "a", "b", "see 'nodeagent status'")
+        for each in kit.findings.Severity
+    ]
+    state.findings.report("x", found)
+    made = server.metrics_application(state, None, with_page=True)
+    async with TestServer(made) as served, browser.opened(area) as page:
+        await page.go(f"http://127.0.0.1:{served.port}/")
+        assert await page.run(_DID) == "Copy: nodeagent status"
+        more = kit.findings.Finding("n", "rule", kit.findings.Severity.INFO, "newest", "b", "c")
+        state.findings.report("x", [*found, more])
+
+        async def new() -> bool:
+            return bool(
+                await page.run("document.getElementById('findings').innerText.match('new')")
+            )
+
+        await waiting.until_async(new, 30, "the new finding")
+        stays = [True, True, "row-1", "10 of 30", 20, "nodeagent status"]
+        assert await page.run(_STAYS) == stays
+        assert page.complaints == []
 
 
 async def test_it_goes_on_by_itself(page: browser.Page, busy: busy_node.BusyNode) -> None:

@@ -68,6 +68,45 @@ def test_headline_is_one_sentence_that_begins_with_the_worst() -> None:
     assert "its settings have no section" in said([], [], [])
 
 
+NO_STORE = Part("cache", False, reasons=("disk gone (jobs read from the sources)",))
+GONE = Finding("gone", "store-unusable", Severity.CRITICAL, "/store", "disk gone", "look")
+CHANGED = Finding(
+    "r", "needs-restart", Severity.WARNING, "cache.store", "cache.store: it has changed", "restart"
+)
+ONCE: tuple[tuple[list[Part], list[Finding], list[str], str], ...] = (
+    ([NO_STORE], [GONE], [], "This node needs a person now: /store: disk gone."),
+    ([NO_STORE], [CHANGED, dataclasses.replace(GONE, severity=Severity.WARNING)], [],
+     ("This node needs a person now: cache does not work fully: disk gone "
+      "(jobs read from the sources). And 1 more.")),
+    ([WELL], [CHANGED], ["setting cache.store has changed and needs a restart"],
+     "This node works, but cache.store: it has changed."),
+    ([WELL], [WARNING], ["listener: warning is gone", "setting y needs a restart"],
+     "This node works, but disk warning: warning is gone. And 1 more."),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "findings", "trouble", "headline"), ONCE)
+def test_headline_counts_each_thing_once(
+    parts: list[Part], findings: list[Finding], trouble: list[str], headline: str
+) -> None:
+    verdict = overview.judge(parts, findings, trouble)
+    assert overview.headline(verdict, parts, findings, trouble) == headline
+
+
+CLIPPED = (
+    ("short", "short"),
+    ("it is gone; " + "a " * 20, "it is gone"),
+    ("no monitor answers (10.0.0.1; 10.0.0.2; 10.0.0.3)", "no monitor answers"),
+    ("words " * 10, "words words words words words …"),
+    ("t" * 50, "t" * 34 + " …"),
+)
+
+
+@pytest.mark.parametrize(("text", "said"), CLIPPED)
+def test_long_texts_end_with_a_clause(text: str, said: str) -> None:
+    assert overview.clipped(text, 34) == said
+
+
 def test_headline_exists_for_every_state() -> None:
     """Whatever is wrong, there is a sentence, and it is not that all is well."""
     choices = itertools.product(
@@ -136,5 +175,6 @@ def test_a_room_that_cannot_be_shown_hides_nothing_else(whole: app.Agent) -> Non
     sick = whole.state.running[0]
     sick.component = api.Fake()  # has nothing of what the room's page and report ask for
     now = overview.of(whole.state, 0.0)
-    assert "cannot be shown now" in now.sections[0].summary
+    (shown,) = [each for each in now.sections if each.title == "Volumes"]
+    assert "cannot be shown now" in shown.summary
     assert len(now.sections) == len(whole.state.running)

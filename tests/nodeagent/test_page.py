@@ -1,6 +1,7 @@
 """The status page: what it shows, that every text is escaped, and that it asks nobody else."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -18,10 +19,11 @@ from nodeagent.api import access, own, server
 from nodeagent.shown import overview, page
 from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
+from volumes.audit.logs import patterns
 
 EVIL = "<script>&'\""
 SAFE = "&lt;script&gt;&amp;&#x27;&quot;"
-_VOID = {"meta", "link", "br", "img", "input"}
+_VOID = {"meta", "link", "br", "img", "input", "wbr"}
 
 
 class Component:
@@ -107,7 +109,7 @@ def test_every_text_is_escaped(agent: app.Agent) -> None:
 
 def test_cells_have_tone_style_and_bar(agent: app.Agent) -> None:
     html = page.render(shown(agent, section(CELLS)))
-    assert f"<span class='tone bad'><code>cell {SAFE}</code></span>" in html
+    assert f"<span class='tone bad'><code class=short>cell {SAFE}</code></span>" in html
     assert f"<progress max=4 value=3 aria-label='cell {SAFE}: 2'></progress>" in html
     assert "<th role=columnheader scope=col class=num>2</th>" in html
 
@@ -149,13 +151,112 @@ def test_digests_in_events_are_cut(agent: app.Agent) -> None:
 def test_findings_are_bounded_and_the_rest_is_counted(agent: app.Agent) -> None:
     html = page.render(shown(agent))
     assert html.count("<li class=finding>") == page.MOST_FINDINGS
-    assert f"{150 - page.MOST_FINDINGS} more: nodeagent status" in html
+    assert f"{150 - page.MOST_FINDINGS} more: <code>nodeagent status" in html
 
 
-def test_findings_come_first_only_when_there_are_some(agent: app.Agent) -> None:
-    for found in (0, 1):
-        ids = checked(page.render(shown(agent, section(CELLS, title="Things"), found=found))).ids
-        assert (ids.index("findings") < ids.index("part-things")) is bool(found)
+def test_findings_come_before_all_but_datasets_when_there_are_some(agent: app.Agent) -> None:
+    parts = [section(CELLS, title=title) for title in ("Volumes", "Datasets", "Images")]
+    for found, order in (
+        (0, ["verdict", "part-datasets", "part-volumes", "part-images", "findings"]),
+        (1, ["verdict", "part-datasets", "findings", "part-volumes", "part-images"]),
+    ):
+        ids = checked(page.render(shown(agent, *parts, found=found))).ids
+        assert [each for each in ids if each in order] == order
+
+
+def test_findings_are_folded_by_severity_and_those_to_act_on_are_open(agent: app.Agent) -> None:
+    found = [
+        dataclasses.replace(finding(number), severity=kit.findings.Severity(severity))
+        for number, severity in enumerate(["info", "warning", "critical", "warning"])
+    ]
+    agent.state.findings.report("x", found)
+    html = page.render(overview.of(agent.state, 0.0))
+    checked(html)
+    folds = re.findall(r"<details id=findings-(\w+)( open)?><summary[^>]*>(.*?)</summary>", html)
+    assert folds == [
+        ("critical", " open", "1 critical"), ("warning", " open", "2 warnings"),
+        ("info", "", "1 info"),
+    ]  # fmt: skip
+    assert "<a href='#findings'>1 critical, 2 warnings, 1 info</a>" in html
+    assert html.count("<li class=finding>") == 4
+
+
+def test_long_texts_stand_below_their_row(agent: app.Agent) -> None:
+    rows = [[kit.room.Cell("a"), kit.room.Cell(below=[kit.room.Cell("why")], wide=True)],
+            [kit.room.Cell("b"), kit.room.Cell(wide=True)]]  # fmt: skip
+    html = page.render(shown(agent, section(*rows)))
+    checked(html)
+    assert html.count("<tr role=row class=note>") == 1
+    assert ">2</th>" not in html
+    assert "<td role=cell colspan=1 data-head='2'><span class=small>why</span></td>" in html
+
+
+def test_a_disk_is_drawn_to_scale_and_said_in_words(agent: app.Agent) -> None:
+    given = ((f"mine {EVIL}", 2**30, "used"), ("free", 3 * 2**30, "free"), ("none left", 0, "left"))
+    parts = [kit.room.Slice(*each) for each in given]
+    html = page.render(shown(agent, dataclasses.replace(section(CELLS), disk=parts)))
+    checked(html)
+    assert re.findall(r"<rect class=(\w+) x=([\d.]+) width=([\d.]+) ", html) == [
+        ("used", "0.00", "25.00"), ("free", "25.00", "75.00"),
+    ]  # fmt: skip
+    assert f"mine {SAFE}: 1.0 GiB</li>" in html
+    assert "none left" not in html
+    assert "<svg class=disk" not in page.render(shown(agent, section(CELLS)))
+
+
+def test_many_rows_have_a_filter(agent: app.Agent) -> None:
+    for number, there in ((page.MOST_UNFILTERED, False), (page.MOST_UNFILTERED + 1, True)):
+        html = page.render(shown(agent, section(*[CELLS] * number, title="Datasets")))
+        checked(html)
+        assert ("<input type=search id=part-datasets-filter" in html) is there
+
+
+RICH = (
+    ("see 'nodeagent status -o json', then",
+     ("see <code>nodeagent status -o json</code><button type=button class=copy "
+      "aria-label='Copy: nodeagent status -o json'></button>, then")),
+    ("more: nodeagent dataset list", "<code>nodeagent dataset list</code><button"),
+    ("'a <b>' isn't one", "&#x27;a &lt;b&gt;&#x27; isn&#x27;t one"),
+    ("'kubectl get cds <b>'", "<code>kubectl get cds &lt;b&gt;</code>"),
+    ("'nodeagent volume allow-format X'", "<code>nodeagent volume allow-format X</code>"),
+    ("(docs/audit.md#log-lines)", "(docs/audit.md, log lines)"),
+    ("see store-unusable.", "see <a href='/runbook#store-unusable'>store-unusable</a>."),
+    ("my-store-unusable-x", "my-store-unusable-x"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "html"), RICH)
+def test_commands_can_be_copied_and_entries_are_linked(text: str, html: str) -> None:
+    shown = page.rich(text)
+    checked(shown)
+    assert html in shown
+    assert ("<button" in shown) is ("nodeagent status" in text or "list" in text or "cds" in text)
+
+
+def test_every_link_of_the_runbook_leads_somewhere() -> None:
+    entries = checked(page.runbook())
+    targets = {f"#{each}" for each in entries.ids} | {f"/runbook#{each}" for each in entries.ids}
+    others = {"/", "/runbook", "/metrics", "/readyz", "data:,"}
+    assert set(entries.links) - targets - others == set()
+    listed = entries.links[: entries.links.index("/runbook")]
+    for each in page.runbook_entries():
+        assert f"#{each.name}" in listed
+    assert "docs/audit.md#" not in page.runbook()
+    titles = re.findall(r"<h2>([^<]*)</h2>", page.runbook())
+    assert titles[: len(titles) // 2] == titles[len(titles) // 2 :]
+    assert len(titles) // 2 == len(set(titles)) > 4
+
+
+def test_every_rule_of_a_log_line_has_an_anchor(agent: app.Agent) -> None:
+    ids = checked(page.runbook()).ids
+    known = [f"log-{each.id}" for each in patterns.built_in()]
+    assert "log-hung-task" in known
+    assert set(known) <= set(ids)
+    own = "log-of-the-operator"
+    agent.state.findings.report("x", [finding(1, own), finding(2, "log-hung-task")])
+    html = page.render(overview.of(agent.state, 0.0))
+    assert f"href='/runbook#{page.LOG_LINES}'>runbook: {own}<" in html
+    assert "href='/runbook#log-hung-task'" in html
 
 
 def test_finding_links_to_its_entry_of_the_runbook(agent: app.Agent) -> None:

@@ -55,7 +55,21 @@ def test_device_shows_what_it_holds_and_what_is_found() -> None:
     assert (holds.text, holds.tone, holds.below[0].text) == ("a file system", "good", "ext4")
     assert (size.text, size.number) == ("1.0 GiB", True)
     assert (found.text, found.tone) == ("leaked-mount", "bad")
-    old = api._row(DEVICE | {"looked_seconds_ago": 600.0}, "enforce", [])[1]
-    assert "looked at 10m00s ago" in [each.text for each in old.below]
     unseen = api._row(DEVICE | {"verdict": None}, "enforce", [])[1]
     assert unseen.text == "not looked at yet"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "below"),
+    [
+        (60.0, []),
+        (600.0, [("looked at 10m00s ago", "")]),
+        (4 * 3600.0, [("looked at 4h00m ago", "")]),  # as often as a device in use is looked at
+        (5 * 3600.0, [("looked at 5h00m ago", "mid")]),
+    ],
+)
+def test_a_last_look_stands_out_only_when_it_is_late(
+    seconds: float, below: list[tuple[str, str]]
+) -> None:
+    holds = api._row(DEVICE | {"looked_seconds_ago": seconds}, "enforce", [])[1]
+    assert [(each.text, each.tone) for each in holds.below[1:]] == below
