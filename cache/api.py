@@ -35,7 +35,7 @@ def sections(cache: Cache) -> Sequence[PageSection]:
     """Datasets by name, those that need a person first."""
     size = kit.units.format_size
     shown = [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)]
-    shown.sort(key=lambda each: _TONES.get(each["state"]) != "bad")
+    shown.sort(key=lambda each: _TONES.get(each.state) != "bad")
     summary = f"The store takes {size(cache.used())} of {size(cache.settings.budget)}; "
     summary += f"its disk is {cache.store_state()}."
     if len(shown) > MOST_ROWS:
@@ -45,31 +45,31 @@ def sections(cache: Cache) -> Sequence[PageSection]:
     return [PageSection("Datasets", summary, head, rows, _EMPTY)]
 
 
-def _row(shown: Json) -> Sequence[Cell]:
+def _row(shown: status.ShownDataset) -> Sequence[Cell]:
     size = kit.units.format_size
-    files, data, update = shown["files"], shown["bytes"], shown["update"]
-    served = str(shown["served_by"])
-    version = [Cell(shown["snapshot"] or shown["freshness"])]
+    files, data, update = shown.files, shown.bytes, shown.update
+    served = shown.served_by
+    version = [Cell(shown.snapshot or shown.freshness)]
     if update is not None:
-        version.append(Cell(f"{update['snapshot'] or 'the next'} comes: {update['state']}", "mid"))
+        version.append(Cell(f"{update.snapshot or 'the next'} comes: {update.state}", "mid"))
     return (
-        Cell(shown["name"], style="strong", below=[Cell(shown["view"], style="code")]),
+        Cell(shown.name, style="strong", below=[Cell(shown.view, style="code")]),
         Cell(
-            shown["state"],
-            tone=_TONES.get(shown["state"], "mid"),
+            shown.state,
+            tone=_TONES.get(shown.state, "mid"),
             below=[Cell(_SERVES.get(served, served), "bad" if served == "none" else "")],
         ),
-        _reader(shown["used_by"]),
+        _reader(shown.used_by),
         hits_cell(shown),
         Cell(
-            f"{size(data['done'])} of {size(data['total'])}",
-            progress=(data["done"], max(data["total"], 1)),
-            spark=shown["rate"]["history"],
-            below=_below(shown, f"{files['done']:,} of {_about(shown)}{files['total']:,} files"),
+            f"{size(data.done)} of {size(data.total)}",
+            progress=(data.done, max(data.total, 1)),
+            spark=shown.rate.history,
+            below=_below(shown, f"{files.done:,} of {_about(shown)}{files.total:,} files"),
         ),
-        Cell(size(shown["store_bytes"]), number=True),
-        Cell(shown["generation"], style="code", below=version),
-        Cell(below=[Cell(shown["why"])] if shown["why"] else []),
+        Cell(size(shown.store_bytes), number=True),
+        Cell(shown.generation, style="code", below=version),
+        Cell(below=[Cell(shown.why)] if shown.why else []),
     )
 
 
@@ -79,39 +79,37 @@ def _reader(used_by: str) -> Cell:
     return Cell(who or "nobody now", below=[Cell(what, style="code")] if what else [])
 
 
-def hits_cell(shown: Json) -> Cell:
+def hits_cell(shown: status.ShownDataset) -> Cell:
     """Which share of what jobs open is on the SSD. A sample says between what it may be."""
-    share, hits, history = kit.units.format_share, shown["hits"], shown["hits_history"]
+    share, hits, history = kit.units.format_share, shown.hits, shown.hits_history
     if hits is None:
-        why = _UNKNOWN.get(str(shown["served_by"]), "")
-        why = BLOCKS if why and shown["source"]["kind"] == "rbd" else why
+        why = _UNKNOWN.get(shown.served_by, "")
+        why = BLOCKS if why and shown.source["kind"] == "rbd" else why
         told, below = ("not known" if why else ""), ([Cell(why)] if why else [])
     else:
-        told, below = share(hits["ratio"]), []
-        if hits["opens"]:
+        told, below = share(hits.ratio), []
+        if hits.opens:
             below = [
-                Cell(f"{share(hits['low'])} to {share(hits['high'])}"),
-                Cell(f"{hits['opens']:,} opens seen"),
+                Cell(f"{share(hits.low)} to {share(hits.high)}"),
+                Cell(f"{hits.opens:,} opens seen"),
             ]
     # A line that never moved says no more than the number.
     moved = len(set(history)) > 1
     return Cell(told, below=below, spark=history if moved else (), spark_top=1.0)
 
 
-def _about(shown: Json) -> str:
-    return "about " if shown["estimated"] else ""
+def _about(shown: status.ShownDataset) -> str:
+    return "about " if shown.estimated else ""
 
 
-def _below(shown: Json, counted: str) -> list[Cell]:
+def _below(shown: status.ShownDataset, counted: str) -> list[Cell]:
     """What is stored in files, how fast more comes, and what could not be."""
-    rate, left = shown["rate"], shown["eta_seconds"]
+    rate, left = shown.rate, shown.eta_seconds
     found = [Cell(counted)]
-    if shown["phase"]:
+    if shown.phase:
         eta = "" if left is None else f", {kit.units.format_duration(left)} left"
-        found.append(
-            Cell(f"{rate['files']:,.0f} files/s, {kit.units.format_size(rate['bytes'])}/s{eta}")
-        )
-    if failed := shown["files"]["failed"]:
+        found.append(Cell(f"{rate.files:,.0f} files/s, {kit.units.format_size(rate.bytes)}/s{eta}"))
+    if failed := shown.files.failed:
         found.append(Cell(f"{failed:,} could not be copied", tone="bad"))
     return found
 
@@ -149,7 +147,7 @@ async def _list(cache: Cache, _: Request) -> Json:
     }
 
 
-async def _show(cache: Cache, request: Request) -> Json:
+async def _show(cache: Cache, request: Request) -> status.ShownDataset:
     dataset = _named(cache, request)
     await _look(cache)
     return status.of_dataset(dataset)
@@ -212,7 +210,7 @@ async def _failures(cache: Cache, request: Request) -> Json:
 async def _progress(cache: Cache, request: Request) -> Stream:
     dataset = _named(cache, request)
 
-    def read() -> Json | None:
+    def read() -> status.ShownDataset | None:
         return status.of_dataset(dataset) if dataset in cache.datasets.values() else None
 
     return Stream(watch(read))

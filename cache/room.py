@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 
 import kit.errors
 import kit.settings
-import kit.traces
 import kit.units
 from cache import settings
 from cache.settings import CacheSettings, DatasetSettings, DirSource, PvcSource
 from cache.views import closed
-from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
+from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named, whole
 
 if TYPE_CHECKING:
     from cache.component import Cache
@@ -50,27 +49,23 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
 class DatasetStatus(kit.settings.Shown):
     """One dataset on this node."""
 
-    name: str
-    """Name of the dataset."""
+    name: str  # Name of the dataset.
+    # complete, filling, partial, failed, paused, ...: as 'nodeagent dataset list' shows it.
     state: str
-    """complete, filling, partial, failed, paused, ...: as 'nodeagent dataset list' shows it."""
+    # Which version it is: a digest of what names the source, its snapshot included.
     generation: str = ""
-    """Which version it is: a digest of what names the source, its snapshot included."""
-    served_by: str = ""
-    """What jobs read now: none, source, overlay or store."""
-    bytes: int = 0
-    """Bytes of the dataset, as far as they are counted."""
+    served_by: str = ""  # What jobs read now: none, source, overlay or store.
+    bytes: int = 0  # Bytes of the dataset, as far as they are counted.
+    # Of these, bytes on the node's SSD; while it fills, in steps of 5 % of the whole.
     done_bytes: int = 0
-    """Of these, bytes on the node's SSD; while it fills, in steps of 5 % of the whole."""
+    # Share of the bytes on the SSD, in steps of 5 while it fills; 100 only when complete.
     percent: int = 0
-    """Share of the bytes on the SSD, in steps of 5 while it fills; 100 only when complete."""
+    # For whom its fill, which was stopped, waits now: a dataset, its priority, and whether that is
+    # its verify, its eviction or wanted now. It goes on by itself.
     waits_for: str = ""
-    """For whom its fill, which was stopped, waits now: a dataset, its priority, and whether that is
-    its verify, its eviction or wanted now. It goes on by itself."""
-    message: str = ""
-    """Why it is not complete; who uses a deleted one."""
+    message: str = ""  # Why it is not complete; who uses a deleted one.
+    # When the last whole scrub of it ended (RFC 3339); empty before the first one.
     scrubbed: str = ""
-    """When the last whole scrub of it ended (RFC 3339); empty before the first one."""
 
 
 def report(component: "Cache") -> list[DatasetStatus]:
@@ -99,17 +94,6 @@ def _reported(shown: "Dataset") -> DatasetStatus:
         message="" if state == "complete" else shown.why(),
         scrubbed=kit.units.rfc3339(ended) if (ended := shown.generation.scrubbed) else "",
     )
-
-
-def brief(shown: list[DatasetStatus]) -> str:
-    """How many are there in full, of how many."""
-    return f"{sum(each.percent == 100 for each in shown)}/{len(shown)}"
-
-
-def _traces() -> kit.traces.Traces:
-    from cache import uninstall
-
-    return kit.traces.Traces(uninstall.find, uninstall.remove)
 
 
 # What makes a dataset another one: it needs a new name. Another snapshot is a new generation of it.
@@ -184,7 +168,6 @@ ROOM = Room(
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),
-    openapi="cache:openapi.yaml",
     commands=(
         Command(
             "dataset",
@@ -194,7 +177,7 @@ ROOM = Room(
     ),
     page=calls("cache.api:sections"),
     checks=calls("cache.doctor:checks"),
-    traces=_traces,
+    traces=named("cache.uninstall"),
     intents=(_DATASETS,),
     condition=("CacheDegraded", "CacheWell"),
     data=lambda section: (section.store, section.views),
@@ -209,7 +192,7 @@ ROOM = Room(
         DatasetStatus,
         many=True,
         read=report,
-        brief=brief,
+        brief=whole,
         key="name",
         told=("state", "served_by", "generation", "waits_for"),
     ),

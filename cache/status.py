@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from prometheus_client.core import Metric
 
@@ -13,12 +14,14 @@ import kit.processes
 import kit.units
 from cache.dataset import choices, hits
 from cache.dataset.dataset import Dataset
-from cache.dataset.figures import Totals, Verification
+from cache.dataset.figures import Eviction, Totals, Verification
 from cache.dataset.generation import Generation
+from cache.dataset.hits import Ratio
 from cache.dataset.standing import finding, named
 from cache.store import disk, generations, subset
 from cache.views.view import Stage
 from cache.work import compare
+from cache.work.compare import ShownCompare
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
 
@@ -26,122 +29,232 @@ FAILURES_SECONDS = 15.0
 _NOTHING = Totals()
 
 
-# --- the API
+# --- the API: what is shown of a dataset. JSON, the page and metrics are made of it; /openapi.json
+# describes it by the comments beside the fields (scripts/openapi.py).
 
 
-def of_dataset(shown: Dataset) -> dict[str, Any]:
-    """Everything about one dataset; fields as in openapi.yaml."""
+@dataclass(frozen=True)
+class EntryCounts:
+    """Entries that are not directories."""
+
+    total: int
+    done: int  # in the store, durable
+    failed: int
+    skipped: int  # sockets, fifos, devices
+    no_room: int
+
+
+@dataclass(frozen=True)
+class ByteCounts:
+    total: int
+    done: int
+    no_room: int
+
+
+@dataclass(frozen=True)
+class ShownStored:
+    total: int = 0
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class ShownChecked:
+    total: int
+    checked: int
+
+
+@dataclass(frozen=True)
+class ShownUpdate:
+    """The next generation."""
+
+    generation: str
+    snapshot: str = ""
+    state: str = "new"
+    why: str = ""  # why it does not go on
+    files: ShownStored = ShownStored()
+    bytes: ShownStored = ShownStored()
+
+
+@dataclass(frozen=True)
+class JobRate:
+    """Of the running job, a second."""
+
+    files: float
+    bytes: int
+    history: Sequence[int]  # bytes since the job began, in points of equal time, the oldest first
+
+
+@dataclass(frozen=True)
+class ShownScrub:
+    """The background verification of what is stored."""
+
+    state: str  # empty before the first; running, good, bad, cancelled (goes on later), failed
+    reason: str  # suspect (after errors of the SSD), crash (after an unclean shutdown), round
+    why: str
+    suspect: bool  # the view shows the source until stored files are verified
+    files: ShownChecked
+    bytes: ShownChecked
+    bad: int
+    replaced: int
+    withdrawn: int
+    ended: float | None  # Unix time of the end of the last whole one
+
+
+@dataclass(frozen=True)
+class ShownDataset:
+    """Everything about one dataset."""
+
+    name: str
+    # cold, waiting, queued, scanning, filling, paused, cancelled, evicted, partial, complete,
+    # verifying, withdrawing, evicting, failed or removed
+    state: str
+    why: str  # why its state is not better; empty when there is no reason
+    view: str  # directory that jobs read
+    served_by: Stage
+    freshness: Literal["snapshot", "follow", "frozen"]
+    priority: int
+    warm: bool
+    generation: str  # id of the current generation
+    snapshot: str | None  # its snapshot
+    update: ShownUpdate | None
+    source: dict[str, Any]  # the settings without secrets, reachable, read_by
+    files: EntryCounts
+    bytes: ByteCounts
+    estimated: bool  # the totals are not counted yet
+    phase: str
+    rate: JobRate
+    eta_seconds: int | None
+    store_bytes: int  # SSD bytes that it takes
+    kept_share: float  # part of the files that is kept, 1 when all fit (docs/cache.md)
+    refreshes: int
+    verify: dict[str, Any] | None
+    scrub: ShownScrub
+    compare: ShownCompare | None
+    evict: Eviction | None
+    keep: bool  # it gives no room to other datasets
+    hits: Ratio | None
+    # The ratio of each minute of the last hour, the oldest first; null where it was not known.
+    hits_history: Sequence[float | None]
+    # Unix time when a job was last seen to use it; before that, when it came.
+    used: int | None
+    used_by: str  # who holds its view now; empty when nobody does
+    completed: float | None  # Unix time
+    notes: Sequence[str]
+
+
+def of_dataset(shown: Dataset) -> ShownDataset:
     figures, generation, reached, job = shown.figures, shown.generation, shown.reached, shown.job
     files_rate, bytes_rate = job.rates() if job is not None else (0.0, 0.0)
     seconds_left = job.eta() if job is not None else None
+    trend = job.trend() if job is not None else ()
     source = shown.settings.source.model_dump(mode="json", exclude={"secret_file"})
-    return {
-        "name": shown.name,
-        "state": shown.state(),
-        "why": shown.why(),
-        "view": shown.view,
-        "served_by": str(shown.stage),
-        "freshness": shown.settings.freshness,
-        "priority": shown.settings.priority,
-        "warm": shown.settings.warm or generation.wanted,
-        "generation": shown.current.id,
-        "snapshot": generation.snapshot or None,
-        "update": _update(shown),
-        "source": {
-            **source,
-            "reachable": reached is not None,
-            "read_by": reached.client if reached else None,
-        },
-        "files": {
-            "total": figures.files,
-            "done": figures.done_files,
-            "failed": figures.failed,
-            "skipped": figures.skipped,
-            "no_room": generation.left_files,
-        },
-        "bytes": {
-            "total": figures.bytes,
-            "done": figures.done_bytes,
-            "no_room": generation.left_bytes,
-        },
-        "estimated": figures.estimated,
-        "phase": job.phase if job is not None else "",
-        "rate": {
-            "files": round(files_rate, 1),
-            "bytes": round(bytes_rate),
-            "history": [round(each) for each in (job.trend() if job is not None else ())],
-        },
-        "eta_seconds": None if seconds_left is None else round(seconds_left),
-        "store_bytes": shown.used(),
-        "kept_share": round(generation.kept_share / subset.ALL, 4),
-        "refreshes": shown.refreshes,
-        "verify": _verification(shown.verification),
-        "scrub": _scrub(shown),
-        "compare": compare.shown(shown),
-        "evict": eviction(shown),
-        "keep": shown.settings.keep,
-        "hits": hits.shown(shown.hits, shown.stage),
-        "hits_history": list(shown.hits.history()),
-        "used": round(shown.use.last) or None,
-        "used_by": shown.use.by,
-        "completed": generation.completed or None,
-        "notes": [*shown.notes, *_of_identity(shown)],
-    }
+    read_by = reached.client if reached else None
+    return ShownDataset(
+        name=shown.name,
+        state=shown.state(),
+        why=shown.why(),
+        view=shown.view,
+        served_by=shown.stage,
+        freshness=shown.settings.freshness,
+        priority=shown.settings.priority,
+        warm=shown.settings.warm or generation.wanted,
+        generation=shown.current.id,
+        snapshot=generation.snapshot or None,
+        update=_update(shown),
+        source=source | {"reachable": reached is not None, "read_by": read_by},
+        files=EntryCounts(
+            total=figures.files,
+            done=figures.done_files,
+            failed=figures.failed,
+            skipped=figures.skipped,
+            no_room=generation.left_files,
+        ),
+        bytes=ByteCounts(figures.bytes, figures.done_bytes, generation.left_bytes),
+        estimated=figures.estimated,
+        phase=job.phase if job is not None else "",
+        rate=JobRate(round(files_rate, 1), round(bytes_rate), [round(each) for each in trend]),
+        eta_seconds=None if seconds_left is None else round(seconds_left),
+        store_bytes=shown.used(),
+        kept_share=round(generation.kept_share / subset.ALL, 4),
+        refreshes=shown.refreshes,
+        verify=_verification(shown.verification),
+        scrub=_scrub(shown),
+        compare=compare.shown(shown),
+        evict=shown.eviction if shown.eviction.state else None,
+        keep=shown.settings.keep,
+        hits=hits.shown(shown.hits, shown.stage),
+        hits_history=shown.hits.history(),
+        used=round(shown.use.last) or None,
+        used_by=shown.use.by,
+        completed=generation.completed or None,
+        notes=[*shown.notes, *_of_identity(shown)],
+    )
 
 
-def _update(shown: Dataset) -> dict[str, Any] | None:
-    """The next generation."""
+def _update(shown: Dataset) -> ShownUpdate | None:
     if (next_one := shown.next) is None:
-        if (wanted := choices.pending(shown)) is None:
-            return None
-        none = {"total": 0, "done": 0}  # a rescan that is about to begin
-        return {"generation": wanted, "snapshot": "", "state": "new", "why": "", "files": none,
-                "bytes": none}  # fmt: skip
+        wanted = choices.pending(shown)  # a rescan that is about to begin
+        return None if wanted is None else ShownUpdate(wanted)
     figures = next_one.figures
-    return {
-        "generation": next_one.id,
-        "snapshot": next_one.record.snapshot,
-        "state": next_one.record.state,
-        "why": _why_not(shown, next_one),
-        "files": {"total": figures.files, "done": figures.done_files},
-        "bytes": {"total": figures.bytes, "done": figures.done_bytes},
-    }
-
-
-def _why_not(shown: Dataset, next_one: Generation) -> str:
-    """Why the next generation does not go on."""
     waits = shown.waits_for() if next_one.queued else ""
-    return f"waits for {waits}" if waits else next_one.record.why
+    return ShownUpdate(
+        generation=next_one.id,
+        snapshot=next_one.record.snapshot,
+        state=next_one.record.state,
+        why=f"waits for {waits}" if waits else next_one.record.why,
+        files=ShownStored(figures.files, figures.done_files),
+        bytes=ShownStored(figures.bytes, figures.done_bytes),
+    )
 
 
-def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    """All generations of a dataset, the current one first; fields as in openapi.yaml.
+@dataclass(frozen=True)
+class ShownGeneration:
+    generation: str  # its name below by-id
+    snapshot: str | None
+    state: Literal["current", "next", "earlier", "retired"]
+    complete: bool
+    suspect: bool  # the SSD had errors since its files were verified
+    damaged: int  # files that were bad on the SSD and are not right again; an earlier one goes
+    why: str  # why it is not complete, or what is wrong with it
+    files: int
+    bytes: int
+    store_bytes: int  # SSD bytes that it takes
+    shared_bytes: int  # those of them that the generation before has too
+    shared_files: int
+    served: float | None  # Unix time since which it served
+    users: Sequence[str]  # why it is not discarded yet
+
+
+def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> Sequence[ShownGeneration]:
+    """All generations of a dataset, the current one first.
 
     ``users``: who uses a generation that is to be discarded.
     """
     every = shown.every_generation()
     return [
-        {
-            "generation": each.id,
-            "snapshot": each.record.snapshot or None,
-            "state": "current" if each is shown.current else _role(shown, each),
-            "complete": each.record.state == "complete",
-            "suspect": shown.soundness.suspects(each.record),
-            "damaged": each.record.damaged,
-            "why": each.record.why,
-            "files": each.record.files,
-            "bytes": each.record.bytes,
-            "store_bytes": each.used(),
-            "shared_bytes": each.used() - each.used(every),
-            "shared_files": each.record.shared_files,
-            "served": each.record.served or None,
-            "users": list(users.get(each.id, ())),
-        }
+        ShownGeneration(
+            generation=each.id,
+            snapshot=each.record.snapshot or None,
+            state=_role(shown, each),
+            complete=each.record.state == "complete",
+            suspect=shown.soundness.suspects(each.record),
+            damaged=each.record.damaged,
+            why=each.record.why,
+            files=each.record.files,
+            bytes=each.record.bytes,
+            store_bytes=each.used(),
+            shared_bytes=each.used() - each.used(every),
+            shared_files=each.record.shared_files,
+            served=each.record.served or None,
+            users=users.get(each.id, ()),
+        )
         for each in every
     ]
 
 
-def _role(shown: Dataset, each: Generation) -> str:
+def _role(shown: Dataset, each: Generation) -> Literal["current", "next", "earlier", "retired"]:
+    if each is shown.current:
+        return "current"
     if each is shown.next:
         return "next"
     return "earlier" if each in shown.earlier else "retired"
@@ -169,36 +282,20 @@ def _verification(last: Verification) -> dict[str, Any] | None:
     return shown
 
 
-def _scrub(dataset: Dataset) -> dict[str, Any]:
-    """The scrub of the current generation; fields as in openapi.yaml."""
-    now, generation = dataset.scrub, dataset.generation
-    return {
-        "state": now.state,
-        "reason": now.reason,
-        "why": now.why,
-        "suspect": dataset.suspect,
-        "files": {"total": now.files, "checked": now.checked_files},
-        "bytes": {"total": now.bytes, "checked": now.checked_bytes},
-        "bad": now.bad,
-        "replaced": now.replaced,
-        "withdrawn": now.withdrawn,
-        "ended": generation.scrubbed or None,
-    }
-
-
-def eviction(dataset: Dataset) -> dict[str, Any] | None:
-    """The last eviction that an operator asked for; fields as in openapi.yaml."""
-    last = dataset.eviction
-    if not last.state:
-        return None
-    return {
-        "state": last.state,
-        "to": last.to,
-        "why": last.why,
-        "files": last.files,
-        "bytes": last.bytes,
-        "at": last.at or None,
-    }
+def _scrub(dataset: Dataset) -> ShownScrub:
+    now = dataset.scrub
+    return ShownScrub(
+        state=now.state,
+        reason=now.reason,
+        why=now.why,
+        suspect=dataset.suspect,
+        files=ShownChecked(now.files, now.checked_files),
+        bytes=ShownChecked(now.bytes, now.checked_bytes),
+        bad=now.bad,
+        replaced=now.replaced,
+        withdrawn=now.withdrawn,
+        ended=dataset.generation.scrubbed or None,
+    )
 
 
 async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
@@ -455,31 +552,31 @@ def metrics(
     shown = {name: of_dataset(dataset) for name, dataset in sorted(datasets.items())}
 
     def each_is(what: str) -> Mapping[str, str]:
-        return {name: row[what] for name, row in shown.items()}
+        return {name: getattr(row, what) for name, row in shown.items()}
 
-    sizes = {name: row["bytes"]["total"] for name, row in shown.items()}
+    sizes = {name: row.bytes.total for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
-    stored = {name: row["bytes"]["done"] for name, row in shown.items()}
+    stored = {name: row.bytes.done for name, row in shown.items()}
     text = "Those bytes of the dataset that are stored, as its source counts them."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
-    failed = {name: row["files"]["failed"] for name, row in shown.items()}
+    failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
     text = "The state of the dataset, as a label; the value is 1."
     yield state("cache_state", text, each_is("state"), "dataset", "state")
     text = "What serves the dataset's view, as a label; the value is 1."
     yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
-    on_ssd = {name: row["store_bytes"] for name, row in shown.items()}
+    on_ssd = {name: row.store_bytes for name, row in shown.items()}
     yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
     made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
     text = "Unix time of the snapshot that is served; no series where it is not known."
     yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
-    ratios = {name: row["hits"]["ratio"] for name, row in shown.items() if row["hits"]}
+    ratios = {name: row.hits.ratio for name, row in shown.items() if row.hits}
     text = "Share of opened files that are on the SSD, a sample; no series where it is not known."
     yield gauge("cache_hit_ratio", text, ratios, "dataset")
     # The source of a complete dataset is let go when the last look at it found no trouble.
     answers = {
-        name: row["source"]["reachable"]
-        or (row["state"] == "complete" and datasets[name].trouble is None)
+        name: row.source["reachable"]
+        or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
     text = "0 while the source does not answer; 1 also while a complete dataset needs none."

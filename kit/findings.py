@@ -17,9 +17,9 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One audit result. ``id`` is stable: the same trouble has the same id each time it is seen."""
+    """One audit result."""
 
-    id: str
+    id: str  # the same each time the same trouble is seen
     rule: str
     severity: Severity
     subject: str  # device, dataset, image or pod it is about

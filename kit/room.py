@@ -5,9 +5,10 @@ settings file. It must not know which rooms exist, or each new route and command
 two places. So each room describes itself once, in its own ``room.py``, and ``nodeagent/rooms.py``
 lists these descriptions.
 
-Handlers know nothing of the HTTP library: they take a ``Request`` and return plain JSON, an
-``Answer`` with a status of its own, or a ``Stream`` of JSON lines. They raise ``kit.errors``; the
-server makes status codes of those. ``role`` says who may call a route.
+Handlers know nothing of the HTTP library: they take a ``Request`` and return a frozen dataclass or
+plain values, an ``Answer`` with a status of its own, or a ``Stream`` of lines; the server makes
+JSON of them. They raise ``kit.errors``, of which the server makes status codes. ``role`` says who
+may call a route; the room's openapi.yaml says the rest of it (scripts/openapi.py).
 
 A ``Room`` holds functions where it could hold objects (``build``, ``routes``, ``page``, a command's
 ``load``): the command line reads every room's settings model but runs one command, and must not
@@ -17,7 +18,6 @@ make them of the names of these objects.
 
 import asyncio
 import functools
-import json
 import pkgutil
 import time
 from collections.abc import (
@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import kit.errors
 import kit.findings
 import kit.settings
-import kit.traces
 
 if TYPE_CHECKING:
     import click
@@ -132,7 +131,7 @@ class Request:
 class Answer:
     """An answer with a status other than 200."""
 
-    body: Json
+    body: Any
     status: int = 200
 
 
@@ -140,28 +139,27 @@ class Answer:
 class Stream:
     """An answer of JSON lines (NDJSON), one for each item, until the last or the client leaves."""
 
-    items: AsyncGenerator[Json, None]
+    items: AsyncGenerator[Any, None]
 
 
 async def watch(
-    read: Callable[[], Json | None], is_last: Callable[[Json], bool] = lambda _: False
-) -> AsyncGenerator[Json, None]:
+    read: Callable[[], Any], is_last: Callable[[Any], bool] = lambda _: False
+) -> AsyncGenerator[Any, None]:
     """``read()`` now and whenever it has changed, and unchanged every ``HEARTBEAT_SECONDS``.
 
-    Ends when ``read`` returns None, or after an item that is the last.
+    Ends when ``read`` returns None, or after an item that is the last. Items are frozen.
     """
-    last, sent = "", 0.0
+    last, sent = None, 0.0
     while (item := read()) is not None:
-        text = json.dumps(item)  # compared as text: the room may change the object in place
-        if text != last or time.monotonic() - sent >= HEARTBEAT_SECONDS:
-            last, sent = text, time.monotonic()
+        if item != last or time.monotonic() - sent >= HEARTBEAT_SECONDS:
+            last, sent = item, time.monotonic()
             yield item
         if is_last(item):
             return
         await asyncio.sleep(WATCH_SECONDS)
 
 
-Handler = Callable[[Any, Request], Awaitable[Json | Answer | Stream]]  # component, request
+Handler = Callable[[Any, Request], Awaitable[Any]]  # component, request
 
 
 @dataclass(frozen=True)
@@ -351,6 +349,11 @@ class Report:
     told: Sequence[str] = ()  # fields of ``model`` whose change is an event (``nodeagent events``)
 
 
+def whole(shown: Sequence[Any]) -> str:
+    """The brief of elements with ``percent``: how many are there in full, of how many."""
+    return f"{sum(each.percent == 100 for each in shown)}/{len(shown)}"
+
+
 @dataclass(frozen=True)
 class Presence:
     """What is whole on this node, which labels of the Node tell schedulers.
@@ -395,11 +398,13 @@ class Room:
     settings: type[kit.settings.Section]  # it is a kube.settings.RoomSettings, too
     build: Build  # settings, state_dir, reporter -> component; no I/O
     routes: Callable[[], Sequence[Route]] = tuple
-    openapi: str = ""  # the YAML resource "package:file" that describes the routes
     commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
     checks: Checks | None = None
-    traces: Callable[[], kit.traces.Traces] | None = None  # ``nodeagent uninstall``
+    # The module of ``nodeagent uninstall``. ``find(settings, state_dir)``: traces as JSON, in the
+    # order in which they are removed; ``remove(settings, state_dir, kind, name)``. Settings: what
+    # the section's ``as_json`` gave.
+    traces: Callable[[], Any] | None = None
     intents: Sequence[Intent] = ()
     report: Report | None = None
     presence: Presence | None = None

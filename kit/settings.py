@@ -24,6 +24,8 @@ class Section(BaseModel):
 class Shown(BaseModel):
     """A part of what the agent writes into objects of the cluster; there in camelCase.
 
+    The comment beside or above a field describes it in their schemas (scripts/crds.py).
+
     Agents read each other's: what a newer one writes and this one does not know is left out.
     """
 

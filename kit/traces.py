@@ -6,7 +6,7 @@ error, so an uninstall that was interrupted can be run again.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,6 @@ class Trace:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Traces:
-    """``find(settings, state_dir)``: traces as JSON, in the order in which they are removed.
-    ``remove(settings, state_dir, kind, name)``. Settings: what the section's ``as_json`` gave."""
-
-    find: Callable[[dict[str, Any], str], list[dict[str, Any]]]
-    remove: Callable[[dict[str, Any], str, str, str], None]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import yaml
 import kit.errors
 import kit.files
 import kit.slips
-from nodeagent.settings import GONE, Settings
+from nodeagent.settings import Settings
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
@@ -28,7 +28,6 @@ MOST_MISTAKES = 20  # that an error names
 LONGEST_MISTAKE = 1000  # characters of it
 LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
 SETTLE_SECONDS = 0.2  # editors write several times
-_POSITION = re.compile(r"\[\d+\]")
 # The line of a file that is no YAML any more.
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 
@@ -224,7 +223,7 @@ def _readable(
     index: Index = {}
     for problem in error.errors(include_url=False):
         line, path = _find(root, problem["loc"], index)
-        lines.append((line, f"{path or 'the file'}: {_cause(problem, path)}"))
+        lines.append((line, f"{path or 'the file'}: {_cause(problem)}"))
     lines.sort()
     first_line, first = lines[0]
     more = "".join(f"\n  {origin}:{line}: {_short(text)}" for line, text in lines[1:MOST_MISTAKES])
@@ -236,13 +235,12 @@ def _readable(
     )
 
 
-def _cause(problem: pydantic_core.ErrorDetails, path: str) -> str:
+def _cause(problem: pydantic_core.ErrorDetails) -> str:
     """Pydantic's message, except where it speaks of its own model instead of the file."""
     context = problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden":
-            instead = GONE.get(_POSITION.sub("", path))
-            return f"this setting is gone; {instead}" if instead else "there is no such setting"
+            return "there is no such setting"
         case "missing":
             return "this setting is missing"
         case "model_type":

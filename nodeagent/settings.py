@@ -16,63 +16,6 @@ from kube.settings import RoomSettings
 from nodeagent import rooms
 
 LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
-_NO_LAYOUTS = (
-    "push images to a registry or to a mirror that hosts_dir names, or import them on the node "
-    "('ctr -n k8s.io images import FILE') and list them under preheat.images"
-)
-_REPAIR = (
-    "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
-)
-_CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
-_NO_TOKENS = (
-    "the agent does not give tokens of pods' accounts: name a login in docker_config, or a "
-    "provider without tokenAttributes"
-)
-_NOT_READ_ONLY = "use volumes.guard (enforce refuses formats) and volumes.repair (broken mappings)"
-_KUBELET = "name the kubelet once for all: the section kubelet at the top of the file"
-_CLUSTER = "use the section kubernetes at the top of the file (objects: false: for questions alone)"
-_NODE = "name the node once for all: node at the top of the file"
-_FIXED = "delete it: the agent's own value counts (tell us when it does not fit to your nodes)"
-_ACCESS = "server ca_file token_file kubeconfig"
-# Settings that went, and what to do instead. Older files still have them: each is refused by name.
-# (what to do, the section, names in it)
-_GONE = (
-    ("use admin.metrics (probes, metrics and the status page) and admin.socket", "admin", "listen"),
-    ("use admin.socket with admin.group, or admin.api with tokens_file", "admin", "token_file"),
-    (_CLUSTER, "admin.api.kubernetes", _ACCESS),
-    (_NODE, "admin.api.kubernetes", "node"),
-    ("delete it: without hints a first epoch finds more files in the store", "cache", "hints"),
-    (_FIXED, "cache", "follow_interval refresh_interval source_check source_timeout"),
-    (_FIXED, "cache", "compare.entries csi.wait scrub.crash_bytes_per_second"),
-    (_KUBELET, "cache", "csi.kubelet kubelet"),
-    ("name the kubelet's file: kubelet.config", "kubelet", "api gc_high gc_low eviction_free"),
-    (_NODE, "kubernetes", "node"),
-    (
-        "let containerd 2.1 or newer fetch in parallel: its setting concurrent_layer_fetch_buffer",
-        *("preheat", "connections"),
-    ),
-    (_CONTAINERD, "preheat", "crio runtime"),
-    (_NO_LAYOUTS, "preheat", "datasets images.source"),
-    (_NO_TOKENS, "preheat", "credentials.service_account"),
-    (_FIXED, "preheat", "attempt_timeout credentials.provider_timeout heal partial_keep"),
-    (_FIXED, "preheat", "fleet.bytes_per_second retain.at_least"),
-    (_FIXED, "preheat", "stall_timeout unknown_image"),
-    (f"{_KUBELET}; kubelet.config has its thresholds", "preheat", "kubelet"),
-    (_NODE, "preheat", "node"),
-    (_FIXED, "volumes.audit", "actions.per_hour busy_interval clear_after cluster_interval"),
-    (_FIXED, "volumes.audit", "cluster_timeout cluster_wide_interval interval logs.hold"),
-    (_FIXED, "volumes.audit", "look_timeout settle"),
-    (_KUBELET, "volumes.audit", "kubelet"),
-    (_REPAIR, "volumes.audit.actions", "orphan_after unmap_orphan"),
-    (_NOT_READ_ONLY, "volumes.audit.actions", "set_readonly"),
-    ("delete it: the cluster warns of its space ('ceph health')", "volumes.audit", "near_full"),
-    ("run a kernel that takes the program ('nodeagent doctor')", "volumes.guard", "fallback"),
-    (_FIXED, "volumes.guard", "object_file quiet settle"),
-    (_CLUSTER, "volumes.kubernetes", _ACCESS),
-    (_FIXED, "volumes.kubernetes", "outage per_minute timeout young"),
-    (_FIXED, "volumes.repair", "follow per_hour per_volume settle"),
-)
-GONE = {f"{section}.{name}": do for do, section, names in _GONE for name in names.split()}
 
 
 def address(text: str) -> tuple[str, int]:

@@ -33,16 +33,13 @@ MOST_FINDINGS = 1000  # of one origin: a faulty rule must not fill the memory or
 
 @dataclass(frozen=True)
 class Event:
-    """``number`` grows by one with each event of this process. ``kind``: raised, cleared (of a
-    finding) or changed (of a state). ``rule``: the finding's, else empty."""
-
-    number: int
+    number: int  # grows by one with each event of this process
     at: float  # Unix time
-    kind: str
+    kind: str  # raised, cleared (of a finding) or changed (of a state)
     severity: str
     subject: str
     text: str
-    rule: str = ""
+    rule: str = ""  # of a finding, else empty
 
 
 class Journal:

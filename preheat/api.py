@@ -1,11 +1,12 @@
 """Preheating's part of the admin API (paths and bodies: openapi.yaml) and of the status page."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import kit.errors
 import kit.units
-from kit.room import Answer, Cell, Json, PageSection, Request, Role, Route, Stream, watch
+from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
 from preheat import status
 from preheat.component import Preheat
 from preheat.registry import estimate
@@ -90,52 +91,51 @@ def _keep(value: object) -> str:
 
 
 async def _list(preheat: Preheat, _: Request) -> Json:
-    return {"images": [row.as_json() for row in preheat.images()]}
+    return {"images": preheat.images()}
 
 
-async def _show(preheat: Preheat, request: Request) -> Json:
-    return preheat.show(_asked(request)).as_json()
+async def _show(preheat: Preheat, request: Request) -> status.Status:
+    return preheat.show(_asked(request))
 
 
-async def _plan(preheat: Preheat, _: Request) -> Json:
-    return status.plan_json(preheat.reconciler)
+async def _plan(preheat: Preheat, _: Request) -> status.ImagePlan:
+    return status.image_plan(preheat.reconciler)
 
 
 async def _watch(preheat: Preheat, request: Request) -> Stream:
     """Ends when the image is ready or gone, or when only an operator can change its state."""
-    row = preheat.show(_asked(request)).as_json()
+    row = preheat.show(_asked(request))
 
-    def read() -> Json | None:
+    def read() -> status.Status | None:
         nonlocal row
         try:
-            row = preheat.show(row["ref"]).as_json()
+            row = preheat.show(row.ref)
         except kit.errors.NotFoundError:
             # With "pin: never" a request ends with its pull, before it was seen as ready.
-            here = preheat.reconciler.snapshot.inventory.served(row["ref"])
-            if row["state"] in status.PRESENT or not here:
+            here = preheat.reconciler.snapshot.inventory.served(row.ref)
+            if row.state in status.PRESENT or not here:
                 return None
-            row |= {"state": "ready", "reason": "", "bytes_done": row["bytes_total"]}
+            row = replace(row, state="ready", reason="", bytes_done=row.bytes_total)
         return row
 
     return Stream(watch(read, _is_final))
 
 
-def _is_final(row: Json) -> bool:
-    if row["state"] == "failed":
-        return row["retry_at"] is None or row["failure_kind"] in status.FOR_OPERATORS
-    return row["state"] in (*status.PRESENT, "released", "refused", "skipped", "paused")
+def _is_final(row: status.Status) -> bool:
+    if row.state == "failed":
+        return row.retry_at is None or row.failure_kind in status.FOR_OPERATORS
+    return row.state in (*status.PRESENT, "released", "refused", "skipped", "paused")
 
 
 async def _preheat(preheat: Preheat, request: Request) -> Answer:
     body = request.fields(ref=object, pin=object)
     row = await preheat.preheat(_ref(body), _keep(body.get("pin", "always")))
-    return Answer(row.as_json(), 202)
+    return Answer(row, 202)
 
 
-def _change(method: Change) -> Callable[[Preheat, Request], Awaitable[Json]]:
-    async def handler(preheat: Preheat, request: Request) -> Json:
-        row = await method(preheat, _ref(request.fields(ref=object)))
-        return {} if row is None else row.as_json()
+def _change(method: Change) -> Handler:
+    async def handler(preheat: Preheat, request: Request) -> status.Status | Json:
+        return await method(preheat, _ref(request.fields(ref=object))) or {}
 
     return handler
 

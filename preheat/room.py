@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 import kit.settings
-import kit.traces
-from kit.room import Command, Intent, Report, Room, calls, named
+from kit.room import Command, Intent, Report, Room, calls, named, whole
 from preheat import settings
 
 if TYPE_CHECKING:
@@ -19,20 +18,15 @@ _TOLD = ("failed", "refused", "skipped", "paused", "released")
 class ImageStatus(kit.settings.Shown):
     """One image that is requested or pinned on this node."""
 
-    ref: str
-    """Its reference."""
-    digest: str = ""
-    """What the tag names, as far as it is known."""
+    ref: str  # Its reference.
+    digest: str = ""  # What the tag names, as far as it is known.
+    # ready, pulling, unpacking, waiting, failed, ...: as 'nodeagent image list' shows it.
     state: str
-    """ready, pulling, unpacking, waiting, failed, ...: as 'nodeagent image list' shows it."""
-    pinned: bool = False
-    """Whether garbage collection leaves it alone."""
-    bytes: int = 0
-    """Compressed bytes, as the registry serves them."""
+    pinned: bool = False  # Whether garbage collection leaves it alone.
+    bytes: int = 0  # Compressed bytes, as the registry serves them.
+    # Share of the bytes that is on the node, in steps of 5 while it is pulled; 100 when ready.
     percent: int = 0
-    """Share of the bytes that is on the node, in steps of 5 while it is pulled; 100 when ready."""
-    message: str = ""
-    """Why it is not ready."""
+    message: str = ""  # Why it is not ready.
 
 
 def report(component: "Preheat") -> list[ImageStatus]:
@@ -57,17 +51,6 @@ def report(component: "Preheat") -> list[ImageStatus]:
     return found
 
 
-def brief(shown: list[ImageStatus]) -> str:
-    """How many are there in full, of how many."""
-    return f"{sum(each.percent == 100 for each in shown)}/{len(shown)}"
-
-
-def _traces() -> kit.traces.Traces:
-    from preheat import uninstall
-
-    return kit.traces.Traces(uninstall.find, uninstall.remove)
-
-
 _IMAGES = Intent(
     kind="ImageSet",
     plural="imagesets",
@@ -86,11 +69,10 @@ ROOM = Room(
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),
-    openapi="preheat:openapi.yaml",
     commands=(Command("image", "Container images kept ready.", named("preheat.commands:image")),),
     page=calls("preheat.api:sections"),
     checks=calls("preheat.doctor:checks"),
-    traces=_traces,
+    traces=named("preheat.uninstall"),
     intents=(_IMAGES,),
     state_files={
         "preheat-boot.json": "layers that are not known to be on the disk are doubted, and "
@@ -101,7 +83,7 @@ ROOM = Room(
         ImageStatus,
         many=True,
         read=report,
-        brief=brief,
+        brief=whole,
         key="ref",
         told=("state", "pinned", "digest"),
     ),

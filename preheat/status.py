@@ -4,11 +4,10 @@ Everything here reads the reconciler's last snapshot and running pulls; nothing 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, get_args
 
-import msgspec
 from prometheus_client.core import Metric
 
 import kit.errors
@@ -21,7 +20,7 @@ from preheat.pulling.reconciler import Reconciler
 from preheat.registry import estimate, failure, resolver
 
 # Every state an image can be in; also the label values of a metric.
-STATES = (
+State = Literal[
     "looking",  # the registry lookup is in progress
     "waiting",  # for its turn, a slot or a time window
     "pulling",
@@ -33,7 +32,8 @@ STATES = (
     "refused",  # private, and sharing is not allowed
     "failed",  # see failure_kind; tried again at retry_at, if at all
     "released",  # by an operator
-)
+]
+STATES: tuple[State, ...] = get_args(State)
 # On the node as far as its snapshotter fetches anything.
 PRESENT = ("ready", "lazy")
 # Failures that seldom go away without somebody who does something.
@@ -45,34 +45,39 @@ SHORT_REST_SECONDS = 60
 
 
 @dataclass(frozen=True)
+class LayerBytes:
+    digest: str
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True)
 class Status:
     """One image. Bytes are compressed bytes, as the registry serves them."""
 
     ref: str
-    digest: str
-    state: str
+    digest: str  # of the manifest or index; empty until it is known
+    state: State
     pinned: bool
     bytes_total: int
     bytes_done: int
-    by: str
-    keep: str
+    by: str  # policy, operator or retained
+    keep: str  # always, never or for:<seconds>
     priority: int
     reason: str = ""
     image_id: str = ""
     bytes_missing: int = 0
     bytes_unpacked: int = 0  # on disk once unpacked
+    # not_found, auth, network, busy, corrupt, disk, bad_image, runtime, incomplete or empty
     failure_kind: str = ""
     attempts: int = 0
-    retry_at: float | None = None
+    retry_at: float | None = None  # Unix time; null: no retry
     in_use: bool = False
-    last_used: float | None = None
+    last_used: float | None = None  # Unix time
     dropped_until: float | None = None  # the settings list it no longer; Unix time of its release
-    layers: tuple[dict[str, Any], ...] = ()
+    layers: Sequence[LayerBytes] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(msgspec.to_builtins(self))
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -106,7 +111,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     missing = request.fetch if request.digest or request.present else total
     missing += request.remote
     done = max(0, total - missing)
-    layers: tuple[dict[str, Any], ...] = ()
+    layers: Sequence[LayerBytes] = ()
     speed, unpacked = 0.0, 0
     running = reconciler.pulls.running.get(ref)
     if running is not None:
@@ -115,10 +120,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
         missing = max(0, total - done)
         spent = max(0.001, time.time() - progress.started)
         speed = max(0.0, (done - progress.began_with) / spent)
-        layers = tuple(
-            {"digest": name, "bytes_done": at, "bytes_total": end}
-            for name, (at, end) in progress.layers.items()
-        )
+        layers = [LayerBytes(name, at, end) for name, (at, end) in progress.layers.items()]
     return Status(
         ref=ref,
         digest=digest,
@@ -152,8 +154,8 @@ def _state(
     request: Request,
     lookup: resolver.Lookup | None,
     failed: failure.PullFailure | None,
-) -> tuple[str, str]:
-    """One of ``STATES`` and the reason."""
+) -> tuple[State, str]:
+    """And the reason."""
     seen = reconciler.snapshot
     untold = ""
     if lookup is not None and lookup.failed is not None and lookup.leaves_it_to_the_runtime:
@@ -202,42 +204,81 @@ def _joined(*texts: str) -> str:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def plan_json(reconciler: Reconciler) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ImageDisk:
+    capacity: int
+    free: int
+    room: int  # bytes until the kubelet's thresholds; may be negative
+    gc_high: float  # share of the disk
+    gc_low: float
+    eviction_free: float  # share that must stay free
+    freeable: int  # bytes of images neither pinned nor in use
+    pressed: bool
+    inodes_free: float  # share of all inodes
+    eviction_inodes: float
+    thresholds_assumed: bool  # not from the kubelet's configuration
+    thresholds: str  # where the thresholds are from
+
+
+@dataclass(frozen=True)
+class ShownRelease:
+    ref: str
+    reason: plan.Reason
+    text: str
+
+
+@dataclass(frozen=True)
+class ImagePlan:
+    """What the last cycle decided; bytes are on disk."""
+
+    at: float  # Unix time
+    disk: ImageDisk
+    pin_budget: int  # as far as the disk can hold it
+    pinned_bytes: int
+    pause: str  # why all pulls stop; empty otherwise
+    pull: Sequence[str]
+    running: Sequence[str]
+    waiting: Sequence[str]
+    pin: Sequence[str]
+    release: Sequence[ShownRelease]
+    skip: Sequence[plan.Skip]
+    reuse: Sequence[estimate.Reuse]
+
+
+def image_plan(reconciler: Reconciler) -> ImagePlan:
     """The latest plan with its figures."""
     seen = reconciler.snapshot
     if seen.node is None:
         cause = reconciler.trouble or "there is none yet"
         raise kit.errors.SourceError("the plan", cause, "try again soon")
     decided, node = seen.decided, seen.node
-    return {
-        "at": seen.at,
-        "disk": {
-            "capacity": node.capacity,
-            "free": node.free,
-            "room": node.room,
-            "gc_high": node.gc_high,
-            "gc_low": node.gc_low,
-            "eviction_free": node.eviction_free,
-            "freeable": node.freeable,
-            "pressed": node.pressed,
-            "inodes_free": node.inodes_free,
-            "eviction_inodes": node.eviction_inodes,
-            "thresholds_assumed": node.assumed,
-            "thresholds": node.thresholds,
-        },
-        "pin_budget": node.pin_budget,
-        "pinned_bytes": estimate.union(pin.parts for pin in seen.pinned),
-        "pause": decided.pause,
-        "pull": list(decided.pulls),
-        "running": sorted(reconciler.pulls.running),
-        "waiting": list(decided.waiting),
-        "pin": list(decided.pins),
-        "release": [
-            {"ref": r.ref, "reason": str(r.reason), "text": r.text} for r in decided.releases
-        ],
-        "skip": msgspec.to_builtins(decided.skips),
-        "reuse": msgspec.to_builtins(seen.shared),
-    }
+    return ImagePlan(
+        at=seen.at,
+        disk=ImageDisk(
+            capacity=node.capacity,
+            free=node.free,
+            room=node.room,
+            gc_high=node.gc_high,
+            gc_low=node.gc_low,
+            eviction_free=node.eviction_free,
+            freeable=node.freeable,
+            pressed=node.pressed,
+            inodes_free=node.inodes_free,
+            eviction_inodes=node.eviction_inodes,
+            thresholds_assumed=node.assumed,
+            thresholds=node.thresholds,
+        ),
+        pin_budget=node.pin_budget,
+        pinned_bytes=estimate.union(pin.parts for pin in seen.pinned),
+        pause=decided.pause,
+        pull=decided.pulls,
+        running=sorted(reconciler.pulls.running),
+        waiting=decided.waiting,
+        pin=decided.pins,
+        release=[ShownRelease(each.ref, each.reason, each.text) for each in decided.releases],
+        skip=decided.skips,
+        reuse=seen.shared,
+    )
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -330,75 +371,46 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         for row in rows
         if row.state not in (*PRESENT, "released") and row.dropped_until is None
     ]
-    honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     by_state = {state: states.count(state) for state in STATES}
     yield gauge("preheat_images", "Requested or pinned images.", by_state, "state")
-    values: dict[str, tuple[str, float]] = {
-        "pinned_bytes": (
-            "Bytes on disk that pins keep, shared layers once.",
-            estimate.union(pin.parts for pin in seen.pinned),
-        ),
-        "pin_budget_bytes": (
-            "Most bytes that pins may keep.",
-            seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget,
-        ),
-        "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
-        "pulls_running": ("Pulls in progress.", len(reconciler.pulls.running)),
-        "disk_pressure": (
-            "1 while the image disk is above the kubelet's thresholds.",
-            seen.node is not None and seen.node.pressed,
-        ),
-        "pin_label_honoured": (
-            "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet.",
-            honours,
-        ),
-        "dropped_images": (
-            "Images that the settings list no longer and that wait for their release.",
-            sum(row.dropped_until is not None for row in rows),
-        ),
-        "unconfirmed_layers": (
-            "Unpacked layers of requested images that are not yet known to survive a power cut.",
-            reconciler.durability.unconfirmed,
-        ),
-        "gc_fights": (
-            "Pinned images that somebody removes more often than heals are allowed.",
-            len(healer.fights),
-        ),
-    }
-    for name, (text, value) in values.items():
-        yield gauge(f"preheat_{name}", text, value)
-    values = {
-        "heals": ("Removed pinned images that were restored.", counts.heals),
-        "removals": ("Removals of pinned images by somebody else.", counts.removals),
-        "pulls": ("Finished pulls.", totals.pulls),
-        "fetched_bytes": ("Bytes fetched by pulls, failed attempts too.", totals.fetched_bytes),
-        "registry_requests": (
-            "Requests of the agent to registries.",
-            reconciler.pulls.client.requests,
-        ),
-        "images_unpacked_again": (
-            "Images unpacked again because the node went down before they were durable.",
-            reconciler.durability.unpacked_again,
-        ),
-        "breaker_trips": (
-            "Times the runtime went away on a changing call.",
-            runtime.connection.breaker.total,
-        ),
-    }
-    for name, (text, value) in values.items():
-        yield counter(f"preheat_{name}", text, value)
+    text = "Bytes on disk that pins keep, shared layers once."
+    yield gauge("preheat_pinned_bytes", text, estimate.union(pin.parts for pin in seen.pinned))
+    budget = seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget
+    yield gauge("preheat_pin_budget_bytes", "Most bytes that pins may keep.", budget)
+    text = "Bytes still to fetch for everything requested."
+    yield gauge("preheat_missing_bytes", text, sum(missing))
+    yield gauge("preheat_pulls_running", "Pulls in progress.", len(reconciler.pulls.running))
+    text = "1 while the image disk is above the kubelet's thresholds."
+    yield gauge("preheat_disk_pressure", text, seen.node is not None and seen.node.pressed)
+    text = "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet."
+    honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
+    yield gauge("preheat_pin_label_honoured", text, honours)
+    text = "Images that the settings list no longer and that wait for their release."
+    dropped = sum(row.dropped_until is not None for row in rows)
+    yield gauge("preheat_dropped_images", text, dropped)
+    text = "Unpacked layers of requested images that are not yet known to survive a power cut."
+    yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
+    text = "Pinned images that somebody removes more often than heals are allowed."
+    yield gauge("preheat_gc_fights", text, len(healer.fights))
+    yield counter("preheat_heals", "Removed pinned images that were restored.", counts.heals)
     yield counter(
-        "preheat_saved_bytes",
-        "Bytes that did not have to be fetched when needed.",
-        {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes},
-        "how",
+        "preheat_removals", "Removals of pinned images by somebody else.", counts.removals
     )
-    yield counter(
-        "preheat_heals_refused",
-        "Removed pinned images that were not restored.",
-        {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit},
-        "reason",
-    )
+    yield counter("preheat_pulls", "Finished pulls.", totals.pulls)
+    text = "Bytes fetched by pulls, failed attempts too."
+    yield counter("preheat_fetched_bytes", text, totals.fetched_bytes)
+    text = "Requests of the agent to registries."
+    yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
+    text = "Images unpacked again because the node went down before they were durable."
+    yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
+    text = "Times the runtime went away on a changing call."
+    yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
+    text = "Bytes that did not have to be fetched when needed."
+    saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
+    yield counter("preheat_saved_bytes", text, saved, "how")
+    text = "Removed pinned images that were not restored."
+    refused = {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit}
+    yield counter("preheat_heals_refused", text, refused, "reason")
     yield counter("preheat_failures", "Failed pulls by class.", totals.failed, "kind")
     failed = reconciler.resolver.failed
     yield counter("preheat_lookup_failures", "Failed registry lookups by class.", failed, "kind")

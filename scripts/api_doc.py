@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import openapi
 import pages
-
-from nodeagent.api import own
 
 TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 HEAD = """\
@@ -36,7 +35,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{each}`" for each in schema["enum"])
     if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        return f"list of {_type(schema.get('items') or {})}"
     kind = schema.get("type", "any")
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
@@ -79,11 +78,11 @@ def _gives(call: dict[str, Any]) -> str:
 def document() -> str:
     """The whole page."""
     parts: dict[str, list[str]] = {}
-    whole = own.document()
+    whole = openapi.document()
     for path, item in whole["paths"].items():
         words = path.split("/")
         part = words[2] if words[1] == "v1" else "the process"
-        for method in sorted(own.METHODS & item.keys()):
+        for method in sorted(openapi.METHODS & item.keys()):
             call = item[method]
             asks = pages.cell("; ".join(_asks(item, call)))
             does = pages.cell(call["summary"])

@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import pages
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -42,7 +43,8 @@ def models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def description(model: type[BaseModel], name: str) -> str:
-    """The ``description`` of a field, or the text below it in the source; empty without one."""
+    """The ``description`` of a field, or the text below it in the source, or the comment beside or
+    above it; empty without one."""
     known = model.model_fields[name].description
     if known is not None:
         return known
@@ -56,7 +58,7 @@ def description(model: type[BaseModel], name: str) -> str:
                 ast.Expr(value=ast.Constant(value=str(text))),
             ) if found == name:
                 return " ".join(text.split())
-    return ""
+    return pages.comments(owner).get(name, "")
 
 
 def rows(model: type[BaseModel], prefix: str) -> list[str]:

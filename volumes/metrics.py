@@ -24,77 +24,38 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
     yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
-    yield gauge(
-        "volumes_guard_in_force",
-        "1 while the kernel does what the settings say.",
-        not guard.in_force.problems(),
-    )
-    yield gauge(
-        "volumes_guard_findings",
-        "Current findings of the guard; no series of a rule that finds nothing.",
-        Counter(each.rule for each in found),
-        "rule",
-    )
-    yield gauge(
-        "volumes_guard_drivers_not_loaded",
-        "Guarded drivers without a major number: their devices are guarded once they have one.",
-        len(set(guard.in_force.settings.drivers) - guard.driver_names()),
-    )
-    yield gauge(
-        "volumes_guard_log_readable",
-        "1 while the kernel's log can be read; without it no lease is granted.",
-        guard.errors.readable,
-    )
-    yield counter(
-        "volumes_guard_checks",
-        "Checks of write opens since the program was loaded, by outcome; an open that passes is "
-        "checked twice.",
-        {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]},
-        "outcome",
-    )
-    yield counter(
-        "volumes_guard_events_lost",
-        "Denials that found the ring buffer full.",
-        counts.get("lost", 0),
-    )
+    text = "1 while the kernel does what the settings say."
+    yield gauge("volumes_guard_in_force", text, not guard.in_force.problems())
+    text = "Current findings of the guard; no series of a rule that finds nothing."
+    yield gauge("volumes_guard_findings", text, Counter(each.rule for each in found), "rule")
+    text = "Guarded drivers without a major number: their devices are guarded once they have one."
+    lacking = set(guard.in_force.settings.drivers) - guard.driver_names()
+    yield gauge("volumes_guard_drivers_not_loaded", text, len(lacking))
+    text = "1 while the kernel's log can be read; without it no lease is granted."
+    yield gauge("volumes_guard_log_readable", text, guard.errors.readable)
+    text = "Checks of write opens since the program was loaded, by outcome; an open that passes is "
+    text += "checked twice."
+    checks = {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]}
+    yield counter("volumes_guard_checks", text, checks, "outcome")
+    text = "Denials that found the ring buffer full."
+    yield counter("volumes_guard_events_lost", text, counts.get("lost", 0))
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
-    yield counter(
-        "volumes_kubernetes_requests",
-        "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
-        "minute); and marks that were written.",
-        executor.witness.counts,
-        "what",
-    )
-    yield counter(
-        "volumes_guard_denied_then_leased",
-        "Denied attempts whose device got a lease right after, as with every new volume.",
-        guard.manager.denials.delayed,
-    )
-    yield counter(
-        "volumes_probes",
-        "Probes by verdict.",
-        {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind},
-        "verdict",
-    )
-    yield gauge(
-        "volumes_probes_hanging",
-        "Abandoned probes whose device still does not answer.",
-        len(manager.checks.prober.hanging),
-    )
-    yield gauge(
-        "volumes_guarded_devices", "Attached devices of guarded drivers.", len(manager.known)
-    )
-    yield gauge(
-        "volumes_ledger_entries",
-        "Volumes in this node's ledger.",
-        len(guard.executor.ledger.entries()),
-    )
-    yield counter(
-        "volumes_cluster_failures",
-        "Ceph clusters that did not answer.",
-        {"ask": executor.mirror.failures, "mirror": executor.mirror_failures},
-        "what",
-    )
+    text = "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
+    text += "minute); and marks that were written."
+    yield counter("volumes_kubernetes_requests", text, executor.witness.counts, "what")
+    text = "Denied attempts whose device got a lease right after, as with every new volume."
+    yield counter("volumes_guard_denied_then_leased", text, manager.denials.delayed)
+    verdicts = {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind}
+    yield counter("volumes_probes", "Probes by verdict.", verdicts, "verdict")
+    text = "Abandoned probes whose device still does not answer."
+    yield gauge("volumes_probes_hanging", text, len(manager.checks.prober.hanging))
+    text = "Attached devices of guarded drivers."
+    yield gauge("volumes_guarded_devices", text, len(manager.known))
+    text = "Volumes in this node's ledger."
+    yield gauge("volumes_ledger_entries", text, len(executor.ledger.entries()))
+    text = "Ceph clusters that did not answer."
+    failures = {"ask": executor.mirror.failures, "mirror": executor.mirror_failures}
+    yield counter("volumes_cluster_failures", text, failures, "what")
 
 
 def of_audit(audit: Audit) -> Iterable[Metric]:
@@ -102,68 +63,35 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     if not audit.settings.enabled:
         return
     inventory, follower, scanner = audit.inventory, audit.follower, audit.scanner
-    yield gauge(
-        "volume_findings",
-        "Current findings of the audit; no series of a rule that finds nothing.",
-        Counter((each.rule, str(each.severity)) for each in audit.findings),
-        *("rule", "severity"),
-    )
-    yield state(
-        "volume_rule_state",
-        "The state that a rule is in, as a label; the value is 1. Unknown does not mean fine.",
-        {each.name: each.state for each in audit.states},
-        *("rule", "state"),
-    )
+    text = "Current findings of the audit; no series of a rule that finds nothing."
+    found = Counter((each.rule, str(each.severity)) for each in audit.findings)
+    yield gauge("volume_findings", text, found, "rule", "severity")
+    text = "The state that a rule is in, as a label; the value is 1. Unknown does not mean fine."
+    states = {each.name: each.state for each in audit.states}
+    yield state("volume_rule_state", text, states, "rule", "state")
     drivers = [device.driver for device in inventory.devices] if inventory else []
-    yield gauge(
-        "volume_devices",
-        "Guarded block devices with a medium.",
-        {driver: drivers.count(driver) for driver in audit.wanted.guard.drivers},
-        "driver",
-    )
-    yield gauge(
-        "volume_mount_namespaces",
-        "Mount namespaces that the last full scan visited.",
-        inventory.namespaces if inventory else 0,
-    )
-    yield gauge(
-        "volume_look_age_seconds", "Age of the last scan of the node.", max(0.0, audit.age())
-    )
+    devices = {driver: drivers.count(driver) for driver in audit.wanted.guard.drivers}
+    yield gauge("volume_devices", "Guarded block devices with a medium.", devices, "driver")
+    text = "Mount namespaces that the last full scan visited."
+    yield gauge("volume_mount_namespaces", text, inventory.namespaces if inventory else 0)
+    text = "Age of the last scan of the node."
+    yield gauge("volume_look_age_seconds", text, max(0.0, audit.age()))
     yield counter("volume_looks", "Scans of the node.", scanner.scans)
-    yield counter(
-        "volume_look_failures", "Scans that failed or did not end in time.", scanner.failures
-    )
+    text = "Scans that failed or did not end in time."
+    yield counter("volume_look_failures", text, scanner.failures)
     yield counter("volume_look_cpu_seconds", "CPU time of all scans.", scanner.cpu_seconds)
-    yield gauge(
-        "volume_stuck_children",
-        "Child processes that hang in the kernel.",
-        kit.processes.hanging(),
-    )
+    text = "Child processes that hang in the kernel."
+    yield gauge("volume_stuck_children", text, kit.processes.hanging())
+    text = "Log lines: seen, dropped above the limit, lost before they were read."
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
-    yield counter(
-        "volume_log_lines",
-        "Log lines: seen, dropped above the limit, lost before they were read.",
-        {(source, fate): counts[fate] for source, counts in lines.items() for fate in LINE_FATES},
-        *("source", "fate"),
-    )
-    yield counter(
-        "volume_log_restarts",
-        "Times the log child was replaced.",
-        follower.restarts if follower else 0,
-    )
-    yield gauge(
-        "volume_cluster_answers",
-        "1 while the cluster answers.",
-        {name: not isinstance(view, str) for name, view in audit.cluster_views().items()},
-        "cluster",
-    )
+    fates = {(name, fate): counts[fate] for name, counts in lines.items() for fate in LINE_FATES}
+    yield counter("volume_log_lines", text, fates, "source", "fate")
+    text = "Times the log child was replaced."
+    yield counter("volume_log_restarts", text, follower.restarts if follower else 0)
+    answers = {name: not isinstance(view, str) for name, view in audit.cluster_views().items()}
+    yield gauge("volume_cluster_answers", "1 while the cluster answers.", answers, "cluster")
     # Without a 0 the first failure is no increase, and no alert.
     acted = {(actions.DETACH, "failed"): 0} | audit.runner.counts
     yield counter("volume_actions", "Actions of the audit.", acted, "action", "outcome")
-    yield counter(
-        "volume_repairs",
-        "Steps of repairs of broken mappings.",
-        audit.repairer.counts,
-        "step",
-        "outcome",
-    )
+    text = "Steps of repairs of broken mappings."
+    yield counter("volume_repairs", text, audit.repairer.counts, "step", "outcome")

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 import kit.settings
-import kit.traces
 from kit.room import Command, Report, Room, calls, named
 from volumes import settings
 
@@ -16,14 +15,10 @@ if TYPE_CHECKING:
 class GuardStatus(kit.settings.Shown):
     """The format guard of this node."""
 
-    mode: str = "off"
-    """off, dry-run or enforce: what is wanted."""
-    in_force: bool = False
-    """Whether the kernel does it, on every device."""
-    reasons: tuple[str, ...] = ()
-    """Why not; at most 5."""
-    devices: int = 0
-    """Guarded devices."""
+    mode: str = "off"  # off, dry-run or enforce: what is wanted.
+    in_force: bool = False  # Whether the kernel does it, on every device.
+    reasons: tuple[str, ...] = ()  # Why not; at most 5.
+    devices: int = 0  # Guarded devices.
 
 
 def report(component: "Volumes") -> GuardStatus:
@@ -42,19 +37,12 @@ def brief(shown: GuardStatus) -> str:
     return shown.mode if shown.in_force or shown.mode == "off" else f"{shown.mode} (not in force)"
 
 
-def _traces() -> kit.traces.Traces:
-    from volumes import uninstall
-
-    return kit.traces.Traces(uninstall.find, uninstall.remove)
-
-
 ROOM = Room(
     name="volumes",
     summary="Format guard and volume audit; absent: neither on this node.",
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),
-    openapi="volumes:openapi.yaml",
     commands=(
         Command(
             "volume",
@@ -64,7 +52,7 @@ ROOM = Room(
     ),
     page=calls("volumes.api:sections"),
     checks=calls("volumes.doctor:checks"),
-    traces=_traces,
+    traces=named("volumes.uninstall"),
     condition=("StorageHazard", "NoHazard"),
     state_files=dict.fromkeys(
         (

@@ -78,10 +78,10 @@ class Eviction:
 
     state: Literal["", "queued", "running", "evicted", "failed"] = ""
     to: int = 0  # SSD bytes that may stay
-    why: str = ""
-    files: int = 0  # that were taken out
-    bytes: int = 0  # that became free
-    at: float = 0.0  # Unix time of its end
+    why: str = ""  # why it failed; what had begun goes on by itself
+    files: int = 0  # taken out
+    bytes: int = 0  # SSD bytes that became free
+    at: float | None = None  # Unix time of its end
 
     @property
     def queued(self) -> bool:

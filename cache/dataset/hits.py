@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cache.dataset.figures import Opens
 from cache.views.view import Stage
@@ -23,12 +22,14 @@ _Z = 1.96  # of a normal distribution: 95 % lie within
 
 @dataclass(frozen=True)
 class Ratio:
-    """``low``, ``high``: with 95 % certainty the share of all opens lies between them."""
+    """Which share of what is read is on the SSD."""
 
-    value: float
-    low: float
-    high: float
-    opens: int  # in the sample; 0: it is known without one
+    # Of the files that jobs opened in the last 15 minutes; 1 or 0 where the store or the source
+    # alone serves.
+    ratio: float
+    low: float  # with 95 % certainty the share of all opens is above this
+    high: float  # and below this
+    opens: int  # how many opens were watched; 0 where it is known without
 
 
 class Hits:
@@ -48,7 +49,7 @@ class Hits:
         """One more point of the history, called at equal times. What is not known is a gap."""
         ratio = self.ratio(stage, now)
         if ratio is not None or self._points:  # what was before anything was known is no gap
-            self._points.append(None if ratio is None else round(ratio.value, 3))
+            self._points.append(None if ratio is None else round(ratio.ratio, 3))
 
     def history(self) -> Sequence[float | None]:
         """The oldest first."""
@@ -78,9 +79,7 @@ def estimate(opens: Opens) -> Ratio:
     return Ratio(share, max(0.0, low), min(1.0, high), count)
 
 
-def shown(hits: Hits, stage: Stage) -> dict[str, Any] | None:
-    """As in openapi.yaml."""
-    if (ratio := hits.ratio(stage, time.monotonic())) is None:
+def shown(hits: Hits, stage: Stage) -> Ratio | None:
+    if (found := hits.ratio(stage, time.monotonic())) is None:
         return None
-    bounds = {"low": round(ratio.low, 4), "high": round(ratio.high, 4)}
-    return {"ratio": round(ratio.value, 4), **bounds, "opens": ratio.opens}
+    return Ratio(round(found.ratio, 4), round(found.low, 4), round(found.high, 4), found.opens)

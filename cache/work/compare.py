@@ -13,7 +13,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import structlog
 
@@ -156,20 +156,32 @@ def _may(dataset: Dataset) -> bool:
     return frozen and usable and stored and dataset.job is None
 
 
-def shown(dataset: Dataset) -> dict[str, Any] | None:
-    """Fields as in openapi.yaml; None before the first round, and of other datasets."""
+@dataclass(frozen=True)
+class ShownCompare:
+    """The sampled compare of a frozen dataset with its source."""
+
+    at: float | None  # Unix time of the last round
+    entries: int  # files and links that it compared
+    differing: int  # entries that are known to differ, of all rounds
+    path: str  # one of them; empty when none differs
+    what: str  # differs
+    why: str  # why the source could not be compared since; else empty
+
+
+def shown(dataset: Dataset) -> ShownCompare | None:
+    """None before the first round, and of other datasets."""
     found = dataset.compared
     if dataset.settings.freshness != "frozen" or not (found.at or dataset.not_compared):
         return None
     example = found.units[0] if found.units else None
-    return {
-        "at": found.at or None,
-        "entries": found.entries,
-        "differing": found.differing,
-        "path": example.path if example is not None else "",
-        "what": example.what if example is not None else "",
-        "why": dataset.not_compared,
-    }
+    return ShownCompare(
+        at=found.at or None,
+        entries=found.entries,
+        differing=found.differing,
+        path=example.path if example is not None else "",
+        what=example.what if example is not None else "",
+        why=dataset.not_compared,
+    )
 
 
 def findings(dataset: Dataset) -> Iterable[Finding]:

@@ -19,12 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import msgspec
 import structlog
 from aiohttp import web
 
 import kit.errors
 import kit.redact
-from kit.room import Answer, Json, Request, Role, Route, Stream
+from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent.api import access, own
 from nodeagent.shown import overview
 from nodeagent.state import RunningRoom, State
@@ -342,7 +343,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _within(call: Awaitable[Json | Answer | Stream], changes: bool, what: str) -> Any:
+async def _within(call: Awaitable[Any], changes: bool, what: str) -> Any:
     """The handler's answer. A change that takes too long is not broken off half way.
 
     ``what``: the request, for the log.
@@ -392,9 +393,9 @@ def _handler(route: Route, running: RunningRoom, door: Door) -> Handler:
             raise RuntimeError(f"{what}: {error}") from error
         if isinstance(answer, Stream):
             return await _send(request, answer, door)
-        if isinstance(answer, Answer):
-            return web.json_response(dict(answer.body), status=answer.status)
-        return web.json_response(dict(answer))
+        if not isinstance(answer, Answer):
+            answer = Answer(answer)
+        return web.json_response(msgspec.to_builtins(answer.body), status=answer.status)
 
     return handle
 
@@ -424,7 +425,8 @@ async def _write_lines(
                     break
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
-                    await response.write(json.dumps(item).encode() + b"\n")
+                    line = json.dumps(msgspec.to_builtins(item))
+                    await response.write(line.encode() + b"\n")
             except ConnectionResetError:
                 break  # the client has left
             except TimeoutError:

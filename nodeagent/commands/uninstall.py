@@ -103,7 +103,8 @@ class _Part:
     name: str
     wanted: bool
     section: dict[str, Any]
-    traces: kit.traces.Traces
+    find: Callable[..., list[dict[str, Any]]]
+    remove: Callable[..., None]
 
 
 def _parts(settings: Settings) -> list[_Part]:
@@ -113,9 +114,9 @@ def _parts(settings: Settings) -> list[_Part]:
         section = getattr(settings, room.name)
         if room.traces is not None:
             shown = settings.room(room).as_json()
-            found.append(_Part(room.name, section is not None, shown, room.traces()))
-    own = kit.traces.Traces(find, remove)
-    return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, own)]
+            of = room.traces()
+            found.append(_Part(room.name, section is not None, shown, of.find, of.remove))
+    return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, find, remove)]
 
 
 async def _look(settings: Settings) -> Report:
@@ -124,7 +125,7 @@ async def _look(settings: Settings) -> Report:
     for part in _parts(settings):
         try:
             listed = await kit.child.call(
-                part.traces.find, part.section, str(settings.state_dir), deadline=FIND_SECONDS
+                part.find, part.section, str(settings.state_dir), deadline=FIND_SECONDS
             )
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             # What the settings leave out may well not be there. Where it is, it may hold what is
@@ -171,7 +172,7 @@ async def run(
                 continue
             try:
                 await kit.child.call(
-                    part.traces.remove, part.section, str(settings.state_dir),
+                    part.remove, part.section, str(settings.state_dir),
                     each.trace.kind, each.trace.name, deadline=REMOVE_SECONDS,
                 )  # fmt: skip
             except (kit.errors.AgentError, OSError, RuntimeError) as error:

@@ -37,13 +37,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """A room as it is now. ``brief``: what it holds, in a few characters."""
+    """A room as it is now."""
 
     name: str
     ready: bool
     starting: bool = False
     reasons: Sequence[str] = ()
-    brief: str = ""
+    brief: str = ""  # what it holds, in a few characters
 
 
 def judge(parts: Sequence[Part], findings: Sequence[Finding], trouble: Sequence[str]) -> Verdict:
@@ -145,22 +145,19 @@ class Overview:
     """What is shown of a node at one moment: page, command line and API have the same."""
 
     verdict: Verdict
-    headline: str
+    headline: str  # whether this node is well, in one sentence
     node: str
     version: str
     at: float  # Unix time
     uptime_seconds: int
     components: Sequence[Part]
-    trouble: Sequence[str]
+    trouble: Sequence[str]  # what is wrong with the process's own parts
     findings_total: int
-    findings: Sequence[Finding]  # the most severe first; at most MOST_SHOWN
-    events: Sequence[Event]  # the newest first; at most MOST_EVENTS
+    findings: Sequence[Finding]  # the most severe first; at most 200
+    events: Sequence[Event]  # the newest first; at most 50
+    # What each component reports (datasets, images, guard), as in NodeStorage.
     reports: dict[str, Any]
-    sections: Sequence[kit.room.PageSection]
-
-    def as_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
+    sections: Sequence[kit.room.PageSection]  # what the status page shows of the components
 
 
 def of(state: State, now: float) -> Overview:
@@ -211,5 +208,5 @@ class HeldOverview:
         """As JSON."""
         now = self.now()
         if not self._bytes:
-            self._bytes = json.dumps(now.as_json()).encode()
+            self._bytes = json.dumps(msgspec.to_builtins(now)).encode()
         return self._bytes

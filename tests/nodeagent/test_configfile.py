@@ -1,16 +1,14 @@
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kit.errors
 from nodeagent import configfile, main
-from nodeagent.settings import GONE, Settings
+from nodeagent.settings import Settings
 from tests.testbed import growth
 
 # The shape that other tools rely on, word by word.
@@ -216,14 +214,3 @@ def test_aliases_of_aliases_cost_what_they_are_long() -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 60)]
     with pytest.raises(kit.errors.SettingsError):
         configfile.parse("\n".join(["a0: &a0 [x]", *levels]), "f")
-
-
-@pytest.mark.parametrize("path", GONE)
-def test_a_setting_that_went_is_refused_with_what_replaces_it(path: str) -> None:
-    value: Any = "x"
-    for name in reversed(path.split(".")):
-        value = {name: [value] if name in LISTS and value != "x" else value}
-
-    assert f"{path}: this setting is gone; {GONE[path]}" in re.sub(
-        r"\[\d+\]", "", refused(yaml.safe_dump(value))
-    )

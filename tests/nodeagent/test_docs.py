@@ -56,6 +56,11 @@ def test_reference_is_current(name: str) -> None:
     assert page == scripts.load(f"{name}_doc").document(), f"run scripts/{name}_doc.py"
 
 
+def test_served_document_is_current() -> None:
+    made = scripts.load("openapi")
+    assert made.TARGET.read_text() == made.text(), "run scripts/openapi.py"
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_beside_the_site_lead_somewhere(name: str) -> None:
     """``make docs`` checks those below docs/, anchors included."""

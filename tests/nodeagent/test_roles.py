@@ -15,8 +15,10 @@ import pytest
 
 from kit.room import Role
 from nodeagent import app
-from nodeagent.api import own
 from tests.nodeagent import served as api
+from tests.testbed import scripts
+
+openapi = scripts.load("openapi")
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
@@ -130,8 +132,8 @@ def _table(head: str) -> list[list[str]]:
 def _operations() -> dict[str, set[str]]:
     """Every call of the document, with its placeholders, its query and the fields of its body."""
     found: dict[str, set[str]] = {}
-    for path, item in own.document()["paths"].items():
-        for method in own.METHODS & item.keys():
+    for path, item in openapi.document()["paths"].items():
+        for method in openapi.METHODS & item.keys():
             call: dict[str, Any] = item[method]
             names = {
                 each["name"] for each in [*item.get("parameters", []), *call.get("parameters", [])]

@@ -11,8 +11,6 @@ import pytest
 import kit.room
 import nodeagent
 from nodeagent import app, rooms
-from nodeagent.api import own
-from nodeagent.settings import GONE
 from nodeagent.shown import overview, page
 
 PROCESS = Path(nodeagent.__file__).parent
@@ -42,8 +40,6 @@ def test_only_the_registry_names_a_room() -> None:
         for file in PROCESS.rglob("*.py")
     }
     assert found.pop("rooms.py") == sorted(NAMES)
-    # The table of settings that went has their paths.
-    assert set(found.pop("settings.py")) <= {path.partition(".")[0] for path in GONE}
     assert len(found) > 10
     assert {file: rooms for file, rooms in found.items() if rooms} == {}
 
@@ -105,13 +101,3 @@ def test_page_has_each_rooms_sections(whole: app.Agent) -> None:
         assert each.room.page is not None
         for section in each.room.page(each.component):
             assert f"-title>{section.title}</h2>" in html
-
-
-def test_openapi_files_do_not_overlap() -> None:
-    """A path or schema of two files would silently be the last one's."""
-    document = own.document()
-    sizes = [own.part(room.openapi) for room in rooms.ROOMS]
-    process = own.part(own.OWN)
-    assert len(document["paths"]) == sum(len(part["paths"]) for part in [process, *sizes])
-    schemas = document["components"]["schemas"]
-    assert len(schemas) == sum(len(part["schemas"]) for part in [process, *sizes])

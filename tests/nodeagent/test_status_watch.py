@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
@@ -38,7 +39,9 @@ def agent(tmp_path: Path) -> app.Agent:
 
 
 def answer(agent: app.Agent) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(json.dumps(overview.of(agent.state, 1e9).as_json()))
+    shown: dict[str, Any] = json.loads(
+        json.dumps(msgspec.to_builtins(overview.of(agent.state, 1e9)))
+    )
     return shown
 
 

@@ -113,12 +113,10 @@ def test_plan_is_what_the_last_cycle_made(room: Preheat, monkeypatch: pytest.Mon
     shared = (estimate.Reuse(REF, 300, 200, ("r.e/base:v1",)),)
     room.reconciler.snapshot = Snapshot(node=node(assumed=True), shared=shared, at=5.0)
     monkeypatch.setattr(estimate, "shared", None)
-    found = status.plan_json(room.reconciler)
+    found = status.image_plan(room.reconciler)
 
-    assert [dict(each, bases=list(each["bases"])) for each in found["reuse"]] == [
-        {"ref": REF, "total": 300, "shared": 200, "bases": ["r.e/base:v1"]}
-    ]
-    assert found["disk"]["thresholds_assumed"] is True
+    assert found.reuse == shared
+    assert found.disk.thresholds_assumed is True
 
 
 def having(shapes: dict[str, manifest.Shape]) -> base.ImageInventory:
@@ -256,6 +254,6 @@ async def test_a_use_that_an_earlier_agent_noted_is_not_counted_again(
             (row,) = again.images()
             assert (row.state, row.pinned, row.in_use) == ("ready", True, True)
             assert row.dropped_until is not None
-            assert status.plan_json(loop)["reuse"]
+            assert status.image_plan(loop).reuse
         finally:
             await loop.stop()

@@ -1,69 +1,105 @@
 """The audit's state as plain JSON values, for the API and the command line."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
-from kit.findings import Finding
+from kit.findings import Finding, Severity
 from linux import blockdev
 from volumes.audit import actions
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
 from volumes.audit.types import cluster_of
 
-_ORDER = {"critical": 0, "warning": 1, "info": 2}
+_ORDER = {Severity.CRITICAL: 0, Severity.WARNING: 1, Severity.INFO: 2}
 _LAST_ACTIONS = 20
 
 
-def _finding(found: Finding) -> dict[str, Any]:
+@dataclass(frozen=True)
+class AuditFinding:
     """One finding, with the fields that scripts select by at the top level."""
+
+    id: str  # the same each time the same trouble is seen
+    rule: str
+    severity: Severity
+    subject: str
+    device: str  # kernel name; empty when the finding is about no device
+    pid: int  # the process that causes it; 0 when none is known
+    message: str
+    advice: str
+    since: float  # Unix time
+    evidence: Mapping[str, str]
+
+
+def _finding(found: Finding) -> AuditFinding:
     evidence = dict(found.evidence)
-    return {
-        "id": found.id,
-        "rule": found.rule,
-        "severity": str(found.severity),
-        "subject": found.subject,
-        "device": evidence.pop("device", ""),
-        "pid": int(evidence.pop("pid", 0)),
-        "message": found.message,
-        "advice": found.advice,
-        "since": found.since,
-        "evidence": evidence,
-    }
+    return AuditFinding(
+        id=found.id,
+        rule=found.rule,
+        severity=found.severity,
+        subject=found.subject,
+        device=evidence.pop("device", ""),
+        pid=int(evidence.pop("pid", 0)),
+        message=found.message,
+        advice=found.advice,
+        since=found.since,
+        evidence=evidence,
+    )
 
 
-def findings(audit: Audit) -> list[dict[str, Any]]:
+def findings(audit: Audit) -> list[AuditFinding]:
     """The most severe first, of those the oldest first."""
     plain = [_finding(found) for found in audit.findings]
-    return sorted(plain, key=lambda f: (_ORDER[f["severity"]], f["since"], f["id"]))
+    return sorted(plain, key=lambda f: (_ORDER[f.severity], f.since, f.id))
 
 
-def devices(audit: Audit) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class AuditDevice:
+    name: str
+    driver: str
+    number: str  # major:minor
+    size: int  # bytes
+    read_only: bool
+    image: str  # pool/image@snapshot
+    backing: str
+    state: Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]
+    file_systems: Sequence[str]
+    targets: Sequence[str]
+    volume: str
+    pods: Sequence[str]
+    findings: Sequence[str]
+
+
+def devices(audit: Audit) -> list[AuditDevice]:
     if audit.inventory is None:
         return []
     return [_device(audit, audit.inventory, each) for each in audit.inventory.devices]
 
 
-def _device(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) -> dict[str, Any]:
+def _device(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) -> AuditDevice:
     volume = inventory.volume_of(device)
-    return {
-        "name": device.name,
-        "driver": device.driver,
-        "number": f"{device.number[0]}:{device.number[1]}",
-        "size": device.size,
-        "read_only": device.read_only,
-        "image": device.image.spec if device.image else "",
-        "backing": device.backing,
-        "state": _state(inventory, device),
-        "file_systems": list(device.active),
-        "targets": [place.target for place in inventory.on_host(device)],
-        "volume": (volume.name or volume.handle) if volume else "",
-        "pods": [p.pod_uid for p in volume.publishes] if volume else [],
-        "findings": [f.id for f in audit.findings if f.evidence.get("device") == device.name],
-    }
+    return AuditDevice(
+        name=device.name,
+        driver=device.driver,
+        number=f"{device.number[0]}:{device.number[1]}",
+        size=device.size,
+        read_only=device.read_only,
+        image=device.image.spec if device.image else "",
+        backing=device.backing,
+        state=_state(inventory, device),
+        file_systems=device.active,
+        targets=[place.target for place in inventory.on_host(device)],
+        volume=(volume.name or volume.handle) if volume else "",
+        pods=[p.pod_uid for p in volume.publishes] if volume else [],
+        findings=[f.id for f in audit.findings if f.evidence.get("device") == device.name],
+    )
 
 
-def _state(inventory: Inventory, device: blockdev.BlockDevice) -> str:
+def _state(
+    inventory: Inventory, device: blockdev.BlockDevice
+) -> Literal["mounted", "leaked", "raw block", "stacked", "unmounted"]:
     if inventory.on_host(device):
         return "mounted"
     if inventory.elsewhere(device) or device.active:
@@ -80,7 +116,7 @@ def detail(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) -> 
     image = device.image
     view = owner.image(image.pool, image.namespace, image.name) if owner and image else None
     return {
-        **_device(audit, inventory, device),
+        **vars(_device(audit, inventory, device)),
         "details": plain(device) | {"raw": list(inventory.raw.get(device.name, ()))},
         "mounts": [plain(place) for place in inventory.on_host(device)],
         "elsewhere": [

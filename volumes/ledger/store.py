@@ -46,24 +46,19 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of one volume. Times are Unix seconds.
-
-    ``type`` is empty while no content was seen. ``permitted``: when a format was last permitted
-    whose outcome is not known; 0: there is no such permission. ``earlier_by``: who gave the one
-    before it, when that one's outcome is not known either.
-    """
+    """What is known of one volume. Times are Unix seconds."""
 
     volume: str
     title: str = ""
-    type: str = ""
+    type: str = ""  # empty while no content was seen
     uuid: str = ""
     label: str = ""
     first_seen: float = 0.0
     last_seen: float = 0.0
     node: str = ""
-    permitted: float = 0.0
+    permitted: float = 0.0  # of a format permission whose outcome is not known; 0: none
     permitted_by: str = ""
-    earlier_by: str = ""
+    earlier_by: str = ""  # who gave the one before it, when its outcome is not known either
     previous: tuple[str, ...] = ()  # earlier contents, the newest first
     version: int = VERSION
 

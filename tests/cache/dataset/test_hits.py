@@ -3,8 +3,9 @@
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_bounds_hold_nearly_always(share: float, count: int) -> None:
     for _ in range(400):
         stored = sum(chosen.random() < share for _ in range(count))
         ratio = hits.estimate(Opens(stored, count - stored))
-        assert 0.0 <= ratio.low <= ratio.value <= ratio.high <= 1.0
+        assert 0.0 <= ratio.low <= ratio.ratio <= ratio.high <= 1.0
         held += ratio.low <= share <= ratio.high
     assert held >= 0.9 * 400
 
@@ -61,9 +62,9 @@ def test_old_samples_are_forgotten() -> None:
     found.add(Opens(0, 100), 0.0)
     found.add(Opens(50, 50), hits.KEPT_SECONDS - 1)
     ratio = found.ratio(Stage.OVERLAY, hits.KEPT_SECONDS - 1)
-    assert ratio is not None and ratio.value == 0.25
+    assert ratio is not None and ratio.ratio == 0.25
     ratio = found.ratio(Stage.OVERLAY, hits.KEPT_SECONDS + 1)
-    assert ratio is not None and ratio.value == 0.5
+    assert ratio is not None and ratio.ratio == 0.5
     found.add(Opens(1, 0), 3 * hits.KEPT_SECONDS)
     ratio = found.ratio(Stage.OVERLAY, 3 * hits.KEPT_SECONDS)
     assert ratio is not None and ratio.opens == 1
@@ -83,15 +84,27 @@ def test_history_is_of_an_hour_and_what_is_not_known_is_a_gap() -> None:
     assert found.history() == (1.0,) * hits.MOST_POINTS
 
 
-SAMPLE = {"ratio": 0.573, "low": 0.531, "high": 0.604, "opens": 1812}
+SAMPLE = hits.Ratio(0.573, 0.531, 0.604, 1812)
+
+
+def shown(
+    sample: hits.Ratio | None,
+    history: Sequence[float | None],
+    served: str = "store",
+    source: str = "dir",
+) -> Any:
+    """Of a dataset, as much as the page's cell of hits is made of."""
+    return SimpleNamespace(
+        hits=sample, hits_history=history, served_by=served, source={"kind": source}
+    )
 
 
 @pytest.mark.parametrize(
     ("served", "source", "sample", "said"),
     [
         ("overlay", "dir", SAMPLE, ["57%", "53% to 60%", "1,812 opens seen"]),
-        ("store", "dir", {"ratio": 1.0, "low": 1.0, "high": 1.0, "opens": 0}, ["100%"]),
-        ("source", "dir", {"ratio": 0.0, "low": 0.0, "high": 0.0, "opens": 0}, ["0%"]),
+        ("store", "dir", hits.Ratio(1.0, 1.0, 1.0, 0), ["100%"]),
+        ("source", "dir", hits.Ratio(0.0, 0.0, 0.0, 0), ["0%"]),
         ("overlay", "dir", None,
          ["not known", "no job was seen to open a file in the last 15 min"]),
         ("overlay", "rbd", None, ["not known", api.BLOCKS]),
@@ -99,19 +112,15 @@ SAMPLE = {"ratio": 0.573, "low": 0.531, "high": 0.604, "opens": 1812}
     ],
 )  # fmt: skip
 def test_page_says_what_is_known_and_how_well(
-    served: str, source: str, sample: dict[str, Any] | None, said: list[str]
+    served: str, source: str, sample: hits.Ratio | None, said: list[str]
 ) -> None:
-    shown: dict[str, Any] = {
-        "served_by": served, "source": {"kind": source}, "hits": sample, "hits_history": [],
-    }  # fmt: skip
-    cell = api.hits_cell(shown)
+    cell = api.hits_cell(shown(sample, (), served, source))
     assert [cell.text, *(each.text for each in cell.below)] == said
 
 
 def test_line_on_the_page_is_left_out_while_it_says_no_more_than_the_number() -> None:
-    shown = {"served_by": "store", "source": {"kind": "dir"}, "hits": SAMPLE}
-    assert api.hits_cell({**shown, "hits_history": [1.0, 1.0]}).spark == ()
-    cell = api.hits_cell({**shown, "hits_history": [0.0, None, 0.57]})
+    assert api.hits_cell(shown(SAMPLE, [1.0, 1.0])).spark == ()
+    cell = api.hits_cell(shown(SAMPLE, [0.0, None, 0.57]))
     assert (cell.spark, cell.spark_top) == ([0.0, None, 0.57], 1.0)
 
 

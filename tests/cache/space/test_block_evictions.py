@@ -275,9 +275,9 @@ async def test_operator_takes_an_image_out(node: Node) -> None:
     component.refuse_eviction(dataset, force=False)
     dataset.eviction = dataclasses.replace(dataset.eviction, state="queued", to=0)
     await node.budgets.take_out(dataset)
-    shown = status.eviction(dataset)
+    shown = status.of_dataset(dataset).evict
     assert shown is not None
-    assert (shown["state"], shown["bytes"]) == ("evicted", dataset.freed)
+    assert (shown.state, shown.bytes) == ("evicted", dataset.freed)
     assert dataset.freed > 0
     assert (dataset.generation.paused, dataset.state()) == ("evicted", "evicted")
 

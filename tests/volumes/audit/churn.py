@@ -144,7 +144,7 @@ async def soak(
 
             async def look_on() -> None:
                 while True:
-                    for found in status.findings(watch.audit):
+                    for found in map(vars, status.findings(watch.audit)):
                         own = not stage.is_foreign(found) or _session(found["pid"]) == crowd.pid
                         if found["device"] in devices and own:
                             seen.setdefault(found["id"], found)

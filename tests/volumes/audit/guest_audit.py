@@ -78,7 +78,7 @@ async def main() -> None:
     )
 
     def found(rule: str) -> list[dict[str, Any]]:
-        return [f for f in status.findings(audit) if f["rule"] == rule]
+        return [f for f in map(vars, status.findings(audit)) if f["rule"] == rule]
 
     follower.SILENCE_SECONDS = 120.0  # an emulated processor on a busy machine
     await audit.start()

@@ -245,7 +245,7 @@ class Watching:
     def found(self, device: str, rule: str) -> list[dict[str, Any]]:
         return [
             f
-            for f in status.findings(self.audit)
+            for f in map(vars, status.findings(self.audit))
             if (f["rule"], f["device"]) == (rule, device) and not self.stage.is_foreign(f)
         ]
 

@@ -62,7 +62,7 @@ async def test_a_device_that_is_left_out_is_no_affair_of_the_audit(stage: Stage)
         assert stages.active(theirs)
         assert watch.audit.inventory is not None
         assert {device.name for device in watch.audit.inventory.devices} <= {leaked}
-        found = {each["device"] for each in status.findings(watch.audit)}
+        found = {each.device for each in status.findings(watch.audit)}
         assert theirs not in found
 
 
