@@ -135,7 +135,8 @@ def run(program: click.Command, name: str) -> None:
     try:
         program(prog_name=name, standalone_mode=False)
     except kit.errors.AgentError as error:
-        say(f"{name}: {error}", error=True)
+        for line in getattr(error, "lines", ()) or (str(error),):
+            say(f"{name}: {line}", error=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         shown = io.StringIO()
