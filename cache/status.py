@@ -1,6 +1,7 @@
 """How datasets show to operators: in the API, as findings, and as metrics."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -137,7 +138,7 @@ class ShownDataset:
     hits_history: Sequence[float | None]
     # Unix time when a job was last seen to use it; before that, when it came.
     used: int | None
-    used_by: str  # who holds its view now; empty when nobody does
+    used_by: str  # who holds its view, or opened files lately; empty: nobody
     completed: float | None  # Unix time
     notes: Sequence[str]
 
@@ -185,7 +186,7 @@ def of_dataset(shown: Dataset) -> ShownDataset:
         hits=hits.shown(shown.hits, shown.stage),
         hits_history=shown.hits.history(),
         used=round(shown.use.last) or None,
-        used_by=shown.use.by,
+        used_by=shown.use.reader(time.time()),
         completed=generation.completed or None,
         notes=[*shown.notes, *_of_identity(shown)],
     )

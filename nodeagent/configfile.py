@@ -10,6 +10,7 @@ import os
 import re
 import typing
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ MOST_MISTAKES = 20  # that an error names
 LONGEST_MISTAKE = 1000  # characters of it
 LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
 SETTLE_SECONDS = 0.2  # editors write several times
-# The line of a file that is no YAML any more.
+# Lines of a file that is no YAML any more.
+_SOCKET = re.compile(
+    r"""^admin:[^\n]*?(?:\n[ \t#][^\n]*?)*?\bsocket: *(["']?)(?P<path>/[^"'#,}\s]+)""", re.MULTILINE
+)
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 
 
@@ -120,29 +124,45 @@ def keep(path: str, last_good: str) -> str:
     return ""
 
 
-def glean(path: Path, room: str) -> tuple[Path | None, bool]:
-    """What even a file with mistakes says: its state_dir, and whether it names ``room`` as off.
+@dataclass(frozen=True)
+class Gleaned:
+    """What even a file with mistakes says; None of a path that it does not say.
 
-    An empty value is no word: ``room:`` with nothing behind it may be what a slip left.
+    ``off``: the rooms that it names as off. An empty value is no word: ``room:`` with nothing
+    behind it may be what a slip left.
     """
+
+    state_dir: Path | None = None
+    socket: Path | None = None
+    off: frozenset[str] = frozenset()
+
+
+def glean(path: Path) -> Gleaned:
     try:
         text = read(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError):
-        return None, False
+        return Gleaned()
     try:
         root = yaml.SafeLoader(text).get_single_node()
     except (ValueError, yaml.YAMLError, RecursionError):
-        line = _STATE_DIR.search(text)
-        return (Path(line["path"]) if line else None), False
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    plain = {
-        key.value: value.value
-        for key, value in pairs
-        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
-    }
-    state_dir = Path(plain.get("state_dir", ""))
-    off = plain.get(room, "").lower() in ("null", "~")
-    return (state_dir if state_dir.is_absolute() else None), off
+        found = (each.search(text) for each in (_STATE_DIR, _SOCKET))
+        return Gleaned(*(Path(line["path"]) if line else None for line in found))
+    plain = _scalars(root)
+    off = frozenset(key for key, value in plain.items() if value.lower() in ("null", "~"))
+    paths = plain.get("state_dir", ""), _scalars(root, "admin").get("socket", "")
+    return Gleaned(*(Path(each) if each.startswith("/") else None for each in paths), off)
+
+
+def _scalars(node: yaml.Node | None, *below: str) -> dict[str, str]:
+    """The plain values of a mapping, or of the one below it."""
+    pairs = [
+        (key.value, value)
+        for key, value in (node.value if isinstance(node, yaml.MappingNode) else ())
+        if isinstance(key, yaml.ScalarNode)
+    ]
+    if below:
+        return _scalars(dict(pairs).get(below[0]), *below[1:])
+    return {key: value.value for key, value in pairs if isinstance(value, yaml.ScalarNode)}
 
 
 class _Loader(yaml.SafeLoader):
@@ -317,7 +337,8 @@ def _find(
     Skips parts that are not keys of the file: pydantic also names the members of unions.
     ``missing``: the last part is what the file does not have.
     """
-    node, line, path = root, root.start_mark.line + 1, ()
+    path: Place = ()
+    node, line = root, root.start_mark.line + 1
     for position, part in enumerate(location):
         if isinstance(node, yaml.MappingNode):
             if str(part) in (keys := _keys(node, index)):

@@ -18,7 +18,7 @@ import kit.findings
 import kit.metrics
 import kit.redact
 import kit.room
-from kit.findings import Finding
+from kit.findings import Finding, Severity
 from nodeagent import rooms
 from nodeagent.settings import Settings
 
@@ -100,7 +100,8 @@ class Findings:
             now[finding.id] = noted = copy.copy(finding)  # a new one would be redacted again
             object.__setattr__(noted, "since", since)
             if known is None:
-                log.warning(
+                note = log.error if finding.severity is Severity.CRITICAL else log.warning
+                note(
                     "finding",
                     id=finding.id,
                     rule=finding.rule,

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import kit.units
 from cache.sources import base
 from cache.store import manifest
+
+# Opens are watched in a short window once a minute (``cache.space.uses``): two windows without one
+# are needed to say that nobody opens files.
+RECENT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,14 @@ class Use:
 
     last: float = 0.0  # Unix time when one was last seen; the dataset's first time before that
     by: str = ""  # one that holds the view now
+    opened: float = 0.0  # Unix time at which a file was last seen to be opened through the view
+
+    def reader(self, now: float) -> str:
+        """One that reads: who holds the view, or opens and closes files; empty when nobody does."""
+        if self.by or not 0 <= now - self.opened < RECENT_SECONDS:
+            return self.by
+        ago = kit.units.format_duration(now - self.opened)
+        return f"somebody who opened a file {ago} ago"
 
 
 @dataclass(frozen=True)

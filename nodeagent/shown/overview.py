@@ -81,7 +81,7 @@ def headline(
     things = (
         [*sick, *told] if verdict is Verdict.CRITICAL and not _critical(findings) else told + sick
     )
-    things += trouble
+    things += [each for each in trouble if not any(_tells(f, each) for f in findings)]
     begin = (
         "This node needs a person now" if verdict is Verdict.CRITICAL else "This node works, but"
     )
@@ -91,6 +91,15 @@ def headline(
     more = f" And {len(things) - 1} more." if len(things) > 1 else ""
     joint = ": " if verdict is Verdict.CRITICAL else " "
     return f"{begin}{joint}{first}.{more}"
+
+
+def _tells(finding: Finding, trouble: str) -> bool:
+    """Whether a finding is about that trouble of the process's own parts."""
+    if finding.rule == "needs-restart":
+        return trouble.startswith(f"setting {finding.subject} ")
+    if finding.rule == "settings-unusable":
+        return trouble.startswith("the settings file's")
+    return finding.message in trouble
 
 
 def _critical(findings: Sequence[Finding]) -> bool:
