@@ -323,7 +323,7 @@ def evict(ctx: CommandContext, name: str, to: str, force: bool, wait: bool, as_j
     try:
         most = kit.units.parse_size(to)
     except ValueError as error:
-        raise kit.errors.SettingsError("--to", str(error), "write bytes, or 20GiB") from error
+        raise kit.errors.SettingsError("--to", str(error), "") from error
     shown = terminal.call(ctx, "POST", _path(name, "/evict"), {"to": most, "force": force})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _evict_ended, quiet=as_json))

@@ -116,7 +116,7 @@ def cause(problem: Any, written: str | None = None, keys: Sequence[str] = ()) ->
         case "tuple_type":
             return "it has to be a list: begin each element with '- '"
         case "too_short" if not context["actual_length"]:
-            return "the list is empty; name one at least"
+            return f"the list is empty; name at least {context['min_length']}"
         case "too_short":
             return f"it has {context['actual_length']}, and needs {context['min_length']} at least"
         case "too_long":

@@ -184,7 +184,7 @@ def run(program: click.Command, name: str) -> None:
         shown = io.StringIO()
         error.show(shown)
         for line in shown.getvalue().splitlines():  # they repeat the words that were given
-            say(line, error=True)
+            say(line.replace("\t", "  "), error=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         say(f"{name}: interrupted", error=True)

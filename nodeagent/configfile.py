@@ -145,12 +145,14 @@ def glean(path: Path) -> Gleaned:
     try:
         root = yaml.SafeLoader(text).get_single_node()
     except (ValueError, yaml.YAMLError, RecursionError):
-        found = (each.search(text) for each in (_STATE_DIR, _SOCKET))
-        return Gleaned(*(Path(line["path"]) if line else None for line in found))
+        lines = (each.search(text) for each in (_STATE_DIR, _SOCKET))
+        state_dir, socket = (Path(line["path"]) if line else None for line in lines)
+        return Gleaned(state_dir, socket)
     plain = _scalars(root)
     off = frozenset(key for key, value in plain.items() if value.lower() in ("null", "~"))
-    paths = plain.get("state_dir", ""), _scalars(root, "admin").get("socket", "")
-    return Gleaned(*(Path(each) if each.startswith("/") else None for each in paths), off)
+    texts = plain.get("state_dir", ""), _scalars(root, "admin").get("socket", "")
+    state_dir, socket = (Path(each) if each.startswith("/") else None for each in texts)
+    return Gleaned(state_dir, socket, off)
 
 
 def _scalars(node: yaml.Node | None, *below: str) -> dict[str, str]:

@@ -30,6 +30,8 @@ _WORDS = {"well": "WELL", "attention": "NEEDS A LOOK", "critical": "NEEDS A PERS
 _TONES = {"good": "green", "mid": "yellow", "bad": "red"}
 _SEVERITIES = {"critical": "red", "warning": "yellow"}
 MOST_EVENTS = 5  # of the status
+_SECONDS = click.IntRange(1, 60)
+_SECONDS.name = "number from 1 to 60"  # click: 'abc' is not a valid NAME
 ANSWER_SECONDS = 10.0  # after that --watch takes the agent for lost, until it answers again
 
 
@@ -37,7 +39,7 @@ ANSWER_SECONDS = 10.0  # after that --watch takes the agent for lost, until it a
 @click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C; ends with 0.")
 @click.option(
     "--interval",
-    type=click.IntRange(1, 60),
+    type=_SECONDS,
     default=2,
     metavar="SECONDS",
     show_default=True,
@@ -132,8 +134,8 @@ def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[termina
         yield f"{section['title'].upper()}  {section['summary']}"
         if section["rows"]:
             head = [name.upper() for name in section["head"]]
-            rows = [[_cell(c, row[0]["text"], wide) for c in row] for row in section["rows"]]
-            yield from terminal.table(head, rows)
+            cells = [[_cell(c, row[0]["text"], wide) for c in row] for row in section["rows"]]
+            yield from terminal.table(head, cells)
         elif section["empty"]:
             yield str(section["empty"])
     yield ""

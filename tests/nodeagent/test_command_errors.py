@@ -61,6 +61,37 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     assert "unix:///PATH or https://HOST:PORT" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("completion tcsh", 2, "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+        (
+            "dataset evict a --to abc",
+            3,
+            "--to: 'abc' is not one number and one unit; write it like",
+        ),
+        ("dataset warm", 2, "Missing argument 'NAME'"),
+        ("status --watch --interval abc", 2, "'abc' is not a valid number from 1 to 60"),
+        ("status --watch --interval 61", 2, "61 is not in the range 1<=x<=60"),
+        ("--api ftp://x status", 3, "write unix:///PATH or https://HOST:PORT"),
+        ("--api 127.0.0.1:9470 status", 3, "write unix:///PATH or https://HOST:PORT"),
+        ("--api unix:///none status", 9, "no agent answers there (No such file or directory)"),
+        ("--config /none status", 3, "there is no such settings file; name one with --config FILE"),
+        ("config check /none", 3, "there is no such settings file; name one with --config FILE"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.delenv("NODEAGENT_API", raising=False)
+    assert run(monkeypatch, *line.split()) == code
+    assert told in capsys.readouterr().err
+
+
 async def test_no_right_to_the_socket_is_not_an_agent_that_is_away(tmp_path: Path) -> None:
     made = client.Client(f"unix://{tmp_path}/s")
     away = made.unreachable(FileNotFoundError(2, "No such file or directory"))

@@ -33,7 +33,7 @@ SLIPS = [
     ("cache: budget: 1\n", "f:1: ", "put a text with ': ' in quotes"),
     # a list, a section, a text
     (CEPHFS.format('"10.0.0.1:6789"'), "f:6: ", 'be a list: write ["10.0.0.1:6789"]'),
-    (CEPHFS.format("[]"), "f:6: ", "source.monitors: the list is empty; name one at least"),
+    (CEPHFS.format("[]"), "f:6: ", "source.monitors: the list is empty; name at least 1"),
     ("cache:\n  datasets:\n    a: {}\n", "f:2: ", "a list: begin each element with '- '"),
     ("volumes: {guard: {names: rbd*}}\n", "volumes.guard.names: ", 'write ["rbd*"]'),
     ("- a\n- b\n", "f:1: the file: it is no section: write KEY: VALUE", "KEY is one of admin,"),
