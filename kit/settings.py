@@ -19,7 +19,7 @@ class Section(BaseModel):
     pydantic's own use_attribute_docstrings makes each start 60 ms longer.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Shown(BaseModel):

@@ -209,21 +209,31 @@ def table(
     shown = [[plain(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
     least = [max(len(w) for row in shown for w in (*row[i].split(), "")) for i in range(len(head))]
-    while columns and sum(widths) + 2 * len(head) - 2 > columns:
-        widest = max(range(len(head)), key=lambda i: (widths[i] > least[i], widths[i]))
+    # A path may be as wide as the terminal: what is last then stands below its row.
+    below = bool(columns) and len(head) > 1 and sum(least) + 2 * len(head) - 2 > (columns or 0)
+    if below:
+        widths.pop()
+    while columns and sum(widths) + 2 * len(widths) - 2 > columns:
+        widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
         if widths[widest] <= least[widest]:
             break  # words alone are wider than that
         widths[widest] -= 1
     for row in shown:
-        cells = [
-            textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-            if len(cell) > width
-            else [cell]
-            for cell, width in zip(row, widths, strict=True)
-        ]
-        for line in itertools.zip_longest(*cells, fillvalue=""):
-            padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            yield "  ".join(padded).rstrip()
+        yield from _lines_of_row(row[:-1] if below else row, widths)
+        if below and row[-1]:
+            yield f"    {row[-1]}"
+
+
+def _lines_of_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    cells = [
+        textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+        if len(cell) > width
+        else [cell]
+        for cell, width in zip(row, widths, strict=False)
+    ]
+    for line in itertools.zip_longest(*cells, fillvalue=""):
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=False))
+        yield "  ".join(padded).rstrip()
 
 
 def asks() -> bool:

@@ -296,5 +296,11 @@ def test_a_table_is_as_wide_as_the_terminal(columns: int) -> None:
     }  # fmt: skip
 
 
+def test_a_path_that_is_too_wide_for_a_table_stands_below_its_row() -> None:
+    path = "/work/" + "x" * 70
+    shown = list(terminal.table(("NAME", "STATE", "VIEW"), [("a", "complete", path)] * 2, 80))
+    assert shown == ["NAME  STATE", "    VIEW", *["a     complete", f"    {path}"] * 2]
+
+
 def test_a_table_that_nobody_watches_has_a_line_for_each_row() -> None:
     assert len(list(terminal.table(("A", "B"), [("x", "long " * 100)]))) == 2
