@@ -529,8 +529,8 @@ def refuse_eviction(dataset: Dataset, *, force: bool) -> None:
 
 
 def refuse_read(dataset: Dataset, now: float) -> None:
-    """InUseError where somebody opens and closes files, whom no look at a moment finds."""
-    if reader := dataset.use.reader(now):
+    """InUseError where somebody opens and closes files. Who holds the view is looked for anew."""
+    if reader := dataset.use.opener(now):
         wait = kit.units.format_duration(figures.RECENT_SECONDS)
         remedy = f"end it, and try again {wait} after its last open"
         raise kit.errors.InUseError(f"dataset {dataset.name}", f"in use by {reader}", remedy)

@@ -67,12 +67,15 @@ class Use:
     by: str = ""  # one that holds the view now
     opened: float = 0.0  # Unix time at which a file was last seen to be opened through the view
 
+    def opener(self, now: float) -> str:
+        """Somebody who opens and closes files, whom no look at a moment finds; empty: nobody."""
+        ago = now - self.opened
+        recent = 0 <= ago < RECENT_SECONDS
+        return f"somebody who opened a file {kit.units.format_duration(ago)} ago" if recent else ""
+
     def reader(self, now: float) -> str:
-        """One that reads: who holds the view, or opens and closes files; empty when nobody does."""
-        if self.by or not 0 <= now - self.opened < RECENT_SECONDS:
-            return self.by
-        ago = kit.units.format_duration(now - self.opened)
-        return f"somebody who opened a file {ago} ago"
+        """One that holds the view or opens files; empty when nobody does."""
+        return self.by or self.opener(now)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Who uses a view, and what is kept of it."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -204,5 +205,8 @@ async def test_who_opens_and_closes_files_reads(
     assert shown.use.reader(now + 24) == "somebody who opened a file 24s ago"
     with pytest.raises(kit.errors.InUseError, match="opened a file 24s ago; end it, and try again"):
         component.refuse_read(shown, now + 24)
+    shown.use = dataclasses.replace(shown.use, by="pid 7 (train)")  # at the last look, perhaps gone
+    assert shown.use.reader(now) == "pid 7 (train)"
     component.refuse_read(shown, now + RECENT_SECONDS)
+    shown.use = dataclasses.replace(shown.use, by="")
     assert shown.use.reader(now + RECENT_SECONDS) == ""
