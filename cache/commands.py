@@ -18,7 +18,7 @@ from kit.terminal import Shown
 PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
 
-_name = click.argument("name")
+_name = click.argument("name", **terminal.completing("/v1/datasets", "datasets", "name"))
 
 
 class NotFinishedError(kit.errors.AgentError):
@@ -323,7 +323,7 @@ def evict(ctx: CommandContext, name: str, to: str, force: bool, wait: bool, as_j
     try:
         most = kit.units.parse_size(to)
     except ValueError as error:
-        raise kit.errors.SettingsError("--to", str(error), "write bytes, or 20GiB") from error
+        raise kit.errors.SettingsError("--to", str(error), "") from error
     shown = terminal.call(ctx, "POST", _path(name, "/evict"), {"to": most, "force": force})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _evict_ended, quiet=as_json))
@@ -463,10 +463,13 @@ def _verify_ended(d: dict[str, Any]) -> bool:
 
 @dataset.command()
 @_name
+@click.option("--yes", is_flag=True, help="Do not ask; without a terminal nobody is asked.")
 @terminal.json_option
 @click.pass_obj
-def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
+def remove(ctx: CommandContext, name: str, yes: bool, as_json: bool) -> None:
     """Take the view of NAME down and delete its store, unless a process uses the view."""
+    if not yes and terminal.asks():
+        click.confirm(f"Delete what is stored of {name}?", abort=True, err=True)
     answer = terminal.call(ctx, "DELETE", _path(name))
     terminal.show((answer, lambda _: [f"{name} is removed"]), as_json=as_json)
     if answer["in_settings"] and not as_json:

@@ -396,6 +396,7 @@ class Cache:
         refuse_eviction(dataset, force=force)
         using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
         _refuse_used(dataset, [*using, *self.csi.users(name)])
+        refuse_read(dataset, time.time())
         refuse_eviction(dataset, force=force)  # it may be another thing by now
         dataset.eviction = figures.Eviction("queued", to)
         self.jobs.wake()
@@ -527,6 +528,14 @@ def refuse_eviction(dataset: Dataset, *, force: bool) -> None:
     if dataset.settings.keep and not force:
         why = "it is kept (cache.datasets[].keep)"
         raise dataset.refused(why, "evict it with --force, or set keep: false")
+
+
+def refuse_read(dataset: Dataset, now: float) -> None:
+    """InUseError where somebody opens and closes files. Who holds the view is looked for anew."""
+    if reader := dataset.use.opener(now):
+        wait = kit.units.format_duration(figures.RECENT_SECONDS)
+        remedy = f"end it, and try again {wait} after its last open"
+        raise kit.errors.InUseError(f"dataset {dataset.name}", f"in use by {reader}", remedy)
 
 
 def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:

@@ -3,17 +3,18 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kit.errors
 import kit.files
+import kit.units
 from cache.csi import volumes
 from cache.settings import CacheSettings, CephfsSource, DirSource, PvcSource, RbdSource
 from cache.sources import base, claims, roots
 from cache.store import disk, tree
-from cache.views import view
+from cache.views import closed, view
 from ceph import monitors, secrets
 from kit.room import Check
 from kube.settings import ThisNode
@@ -38,7 +39,12 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             wanted=section.csi.enabled,
         )
     )  # fmt: skip
+    if "budget" in section.model_fields_set:
+        found.append(Check("budget", budget, (store, section.budget), "the disk fills first"))
     sources = {dataset.name: dataset.source for dataset in section.datasets}
+    folders = {name: str(s.path) for name, s in sources.items() if isinstance(s, DirSource)}
+    if len(folders) > 1:
+        found.append(Check("sources", apart, (folders,), "the same files are stored twice"))
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
         if isinstance(source, DirSource):
@@ -110,6 +116,32 @@ def ssd(store: str, wanted: str | None, state_dir: str, reserve: float) -> str:
     kind = mount.fstype if mount is not None else "?"
     gib = stat.f_bavail * stat.f_frsize / 2**30
     return f"{store} on {kind} mounted at {where}, {gib:.1f} GiB free"
+
+
+def budget(store: str, most: int) -> str:
+    """HostError when the disk is smaller than the budget."""
+    stat = os.statvfs(kit.files.existing(os.path.realpath(store)))
+    size = stat.f_blocks * stat.f_frsize
+    given, whole = map(kit.units.format_size, (most, size))
+    if most > size:
+        raise kit.errors.HostError(
+            f"cache.budget {given}", f"the disk of the store has {whole} in all",
+            "name what the store may take of it",
+        )  # fmt: skip
+    return f"{given} of a disk of {whole}"
+
+
+def apart(folders: Mapping[str, str]) -> str:
+    """HostError when the source of one dataset lies in that of another. ``folders``: by dataset."""
+    for name, folder in folders.items():
+        for other, outer in folders.items():
+            if name != other and closed.lies_in(closed.plain(folder), closed.plain(outer)):
+                raise kit.errors.HostError(
+                    f"the source of dataset {name} ({folder})",
+                    f"lies inside that of dataset {other} ({outer})",
+                    "leave one of them out",
+                )
+    return "no source lies inside another"
 
 
 def propagation(views: str) -> str:

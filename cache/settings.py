@@ -378,20 +378,27 @@ class CacheSettings(kube.settings.RoomSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":
-        if (name := kit.settings.twice(dataset.name for dataset in self.datasets)) is not None:
-            raise ValueError(f"dataset {name!r} exists twice; names are unique")
+        for number, name in kit.settings.again(dataset.name for dataset in self.datasets):
+            said = f"dataset {name!r} is there twice; names are unique"
+            raise kit.settings.misplaced(said, "datasets", number, "name")
         roots = {"store": str(self.store), "views": str(self.views)}
-        for dataset in self.datasets:
+        places: dict[str, tuple[str | int, ...]] = {}
+        for number, dataset in enumerate(self.datasets):
             if isinstance(dataset.source, DirSource):
-                roots[f"the source of dataset {dataset.name!r}"] = str(dataset.source.path)
+                name = f"the source of dataset {dataset.name!r}"
+                roots[name] = str(dataset.source.path)
+                places[name] = ("datasets", number, "source", "path")
         self.fit()
         plain = {other: closed.plain(path) for other, path in roots.items()}
         for key in ("store", "views"):
             for other, path in roots.items():
+                place = places.get(other, (other,))
                 if other != key and closed.lies_in(plain[other], plain[key]):
-                    raise ValueError(f"{other} ({path}) lies inside {key} ({roots[key]})")
+                    said = f"{other} ({path}) lies inside {key} ({roots[key]})"
+                    raise kit.settings.misplaced(f"{said}: choose another directory", *place)
                 if other not in (key, "store") and closed.lies_in(plain[key], plain[other]):
-                    raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
+                    said = f"{key} ({roots[key]}) lies inside {other} ({path})"
+                    raise kit.settings.misplaced(f"{said}: choose another directory", *place)
         return self
 
     def fit(self) -> Self:
@@ -401,9 +408,10 @@ class CacheSettings(kube.settings.RoomSettings):
             str(kubelet.root_dir): closed.KUBELET,
             str(kubelet.image_dir): closed.RUNTIME,
         }
-        for dataset in self.datasets:
+        for number, dataset in enumerate(self.datasets):
             if isinstance(dataset.source, DirSource):
                 path = str(dataset.source.path)
                 if why := closed.why(closed.plain(path), folders):
-                    raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")
+                    said = f"the source of dataset {dataset.name!r} ({path}): {why}"
+                    raise kit.settings.misplaced(said, "datasets", number, "source", "path")
         return self

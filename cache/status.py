@@ -1,6 +1,7 @@
 """How datasets show to operators: in the API, as findings, and as metrics."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -132,8 +133,9 @@ class ShownDataset:
     hits: Ratio | None  # share of reads from the SSD; null: unknown
     # Ratio per minute of the last hour, the oldest first; null: unknown.
     hits_history: Sequence[float | None]
-    used: int | None  # Unix time of the last use by a job; before that, when it was added
-    used_by: str  # who uses the view now, or empty
+    # Unix time when a job was last seen to use it; before that, when it was added.
+    used: int | None
+    used_by: str  # who uses the view now, or opened files lately; empty: nobody
     completed: float | None  # Unix time
     notes: Sequence[str]
 
@@ -181,7 +183,7 @@ def of_dataset(shown: Dataset) -> ShownDataset:
         hits=hits.shown(shown.hits, shown.stage),
         hits_history=shown.hits.history(),
         used=round(shown.use.last) or None,
-        used_by=shown.use.by,
+        used_by=shown.use.reader(time.time()),
         completed=generation.completed or None,
         notes=[*shown.notes, *_of_identity(shown)],
     )

@@ -54,6 +54,8 @@ ClusterT = TypeVar("ClusterT", bound=ClusterSettings)
 
 def unique(clusters: tuple[ClusterT, ...]) -> tuple[ClusterT, ...]:
     """``clusters`` when each has a name of its own, else ValueError."""
-    if (name := kit.settings.twice(cluster.name for cluster in clusters)) is not None:
-        raise ValueError(f"cluster {name!r} is there twice; names are unique")
+    for number, name in kit.settings.again(cluster.name for cluster in clusters):
+        raise kit.settings.misplaced(
+            f"cluster {name!r} is there twice; names are unique", number, "name"
+        )
     return clusters

@@ -33,6 +33,8 @@ class SettingsError(AgentError):
     """The settings cannot be used as they are."""
 
     exit_code = 3
+    # One for each mistake of a file that has several; a terminal gets them below one another.
+    lines: Sequence[str] = ()
 
 
 class HostError(AgentError):

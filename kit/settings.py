@@ -1,12 +1,13 @@
 """The base of every settings model, and the field types that several rooms use."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -18,7 +19,7 @@ class Section(BaseModel):
     pydantic's own use_attribute_docstrings makes each start 60 ms longer.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Shown(BaseModel):
@@ -51,14 +52,27 @@ def one_line(text: str) -> str:
     return text
 
 
-def twice(names: Iterable[str]) -> str | None:
-    """The first of ``names`` that is there a second time."""
+def misplaced(said: str, *place: str | int) -> ValueError:
+    """A mistake that a check of the whole section found at ``place`` below it."""
+    return PydanticCustomError("misplaced", "{said}", {"said": said, "place": place})
+
+
+def again(names: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Each of ``names`` that is there before, and its number."""
     seen: set[str] = set()
-    for name in names:
+    for number, name in enumerate(names):
         if name in seen:
-            return name
+            yield number, name
         seen.add(name)
-    return None
+
+
+def _word_of(value: object) -> object:
+    """YAML reads ``on`` and ``off`` as booleans where they have no quotes."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+# Beside a Literal that has one of the two words.
+OnOrOff = BeforeValidator(_word_of)
 
 
 def matching(pattern: str, what: str) -> Callable[[str], str]:

@@ -6,11 +6,15 @@ control characters must not move the operator's cursor, so ``say`` escapes them.
 """
 
 import asyncio
+import contextlib
 import functools
 import io
+import itertools
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +36,7 @@ class Coloured:
     colour: str | None
 
 
+COMPLETION_SECONDS = 1.0
 Line = str | tuple[str | Coloured, ...]
 Lines = Callable[[Any], Iterable[Line]]
 # What a command shows: a value, a function that puts it in lines of text, and one for wide lines.
@@ -59,7 +64,14 @@ def say(line: Line = "", *, error: bool = False) -> None:
     """Print one line, each control character of it escaped. ``error``: to standard error."""
     parts = (line,) if isinstance(line, str) else line
     # click takes the colours out again where nobody watches.
-    click.echo("".join(map(_part, parts)), err=error)
+    try:
+        click.echo("".join(map(_part, parts)), err=error)
+    except BrokenPipeError:  # click would end with 1
+        raise _ReaderGoneError from None
+
+
+class _ReaderGoneError(Exception):
+    """Nobody reads what is said any more."""
 
 
 def _part(part: str | Coloured) -> str:
@@ -110,8 +122,38 @@ def show(shown: Shown, *, as_json: bool = False, output: str | None = None) -> N
     if output == "yaml":
         print_yaml(value)
         return
-    for line in lines(value):
-        say(line)
+    say_all(lines(value))
+
+
+def say_all(lines: Iterable[Line]) -> None:
+    """On a terminal folded between words, so that it breaks none."""
+    columns = columns_of_output()
+    for line in lines:
+        for each in folded(line, columns) if columns else (line,):
+            say(each)
+
+
+def columns_of_output() -> int | None:
+    """How wide the terminal is; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def folded(line: Line, columns: int) -> Iterator[Line]:
+    """A line in parts that fit; those below are indented as the first is. What has a colour stays
+    in front."""
+    parts = (line,) if isinstance(line, str) else line
+    *front, last = parts
+    if width(line) <= columns or not isinstance(last, str):
+        yield line
+        return
+    text = plain(last)
+    indent = " " * (len(text) - len(text.lstrip())) if not front else "  "
+    wrapped = textwrap.wrap(
+        "x" * width(tuple(front)) + text, columns, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    yield (*front, wrapped[0][width(tuple(front)) :]) if front else wrapped[0]
+    yield from wrapped[1:]
 
 
 def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], click.Command]:
@@ -135,19 +177,21 @@ def run(program: click.Command, name: str) -> None:
     try:
         program(prog_name=name, standalone_mode=False)
     except kit.errors.AgentError as error:
-        say(f"{name}: {error}", error=True)
+        for line in getattr(error, "lines", ()) or (str(error),):
+            say(f"{name}: {line}", error=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
         for line in shown.getvalue().splitlines():  # they repeat the words that were given
-            say(line, error=True)
+            say(line.replace("\t", "  "), error=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         say(f"{name}: interrupted", error=True)
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader of our output is gone; nothing is left to print
+    except _ReaderGoneError:
+        # Python's own flush at the end must not fail, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception:  # Python would print text of others as it is
         for line in kit.redact.text(traceback.format_exc()).splitlines():
@@ -155,13 +199,65 @@ def run(program: click.Command, name: str) -> None:
         sys.exit(1)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as their content; plain text, so that it can be cut and grepped."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], columns: int | None = None
+) -> Iterator[str]:
+    """Columns as wide as their content; plain text, so that it can be cut and grepped. On a
+    terminal (``columns``: its width) the widest become narrower, and their cells take more lines.
+    """
+    columns = columns or columns_of_output()
     shown = [[plain(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
+    least = [max(len(w) for row in shown for w in (*row[i].split(), "")) for i in range(len(head))]
+    # A path may be as wide as the terminal: what is last then stands below its row.
+    below = bool(columns) and len(head) > 1 and sum(least) + 2 * len(head) - 2 > (columns or 0)
+    if below:
+        widths.pop()
+    while columns and sum(widths) + 2 * len(widths) - 2 > columns:
+        widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+        if widths[widest] <= least[widest]:
+            break  # words alone are wider than that
+        widths[widest] -= 1
     for row in shown:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+        yield from _lines_of_row(row[:-1] if below else row, widths)
+        if below and row[-1]:
+            yield f"    {row[-1]}"
+
+
+def _lines_of_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    cells = [
+        textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+        if len(cell) > width
+        else [cell]
+        for cell, width in zip(row, widths, strict=False)
+    ]
+    for line in itertools.zip_longest(*cells, fillvalue=""):
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=False))
+        yield "  ".join(padded).rstrip()
+
+
+def asks() -> bool:
+    """Whether somebody is there who can answer a question."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def completing(path: str, key: str, name: str) -> dict[str, Any]:
+    """What an argument needs so that a shell completes it: the agent's answer at ``path`` has under
+    ``key`` a list of things with a ``name``. Silent when there is no answer soon."""
+
+    def complete(ctx: click.Context, _: click.Parameter, begun: str) -> list[str]:
+        async def ask() -> Any:
+            async with asyncio.timeout(COMPLETION_SECONDS):
+                return await ctx.find_root().obj.client().call("GET", path)
+
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                found = asyncio.run(ask())[key]
+            return [str(each[name]) for each in found if str(each[name]).startswith(begun)]
+        except Exception:  # a line in the middle of what somebody types helps nobody
+            return []
+
+    return {"shell_complete": complete}
 
 
 def on_terminal() -> bool:

@@ -30,7 +30,7 @@ def _split(value: object, example: str) -> tuple[float, str]:
         return float(value), ""
     match = _NUMBER.match(str(value))
     if match is None:
-        raise ValueError(f"{value!r} is not understood; write it like {example}")
+        raise ValueError(f"{value!r} is not one number and one unit; write it like {example}")
     return float(match[1]), match[2]
 
 

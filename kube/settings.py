@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 import kit.settings
 import kit.units
+
+_URL = r"^https://[^/?#@\s]+/?$"
+_url = kit.settings.matching(_URL, "an address like https://HOST:PORT")
+_PATTERN = Field(json_schema_extra={"pattern": _URL})
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NAMESPACE_FILE = ACCOUNT / "namespace"
@@ -18,7 +22,7 @@ NAMESPACE_FILE = ACCOUNT / "namespace"
 class AccessSettings(kit.settings.Section):
     """An API server and a login. A pod needs none of these."""
 
-    server: Annotated[str, Field(pattern=r"^https://[^/?#@\s]+/?$")] | None = None
+    server: Annotated[str, AfterValidator(_url), _PATTERN] | None = None
     """https://HOST:PORT. Default: the API server of the pod ($KUBERNETES_SERVICE_HOST)."""
     ca_file: kit.settings.AbsolutePath = ACCOUNT / "ca.crt"
     """CA certificate of the API server, PEM."""

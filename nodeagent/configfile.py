@@ -8,7 +8,9 @@ pydantic refuses is looked up there afterwards.
 import asyncio
 import os
 import re
+import typing
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import yaml
 
 import kit.errors
 import kit.files
+import kit.redact
 import kit.slips
 from nodeagent.settings import GONE, Settings
 
@@ -29,7 +32,10 @@ LONGEST_MISTAKE = 1000  # characters of it
 LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
 SETTLE_SECONDS = 0.2  # editors write several times
 _POSITION = re.compile(r"\[\d+\]")
-# The line of a file that is no YAML any more.
+# Lines of a file that is no YAML any more.
+_SOCKET = re.compile(
+    r"""^admin:[^\n]*?(?:\n[ \t#][^\n]*?)*?\bsocket: *(["']?)(?P<path>/[^"'#,}\s]+)""", re.MULTILINE
+)
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 
 
@@ -48,9 +54,16 @@ def load(path: Path) -> Settings:
             "there is no such settings file",
             f"name one with --config FILE or ${ENVIRONMENT}, or put one at {DEFAULT_PATH}",
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise kit.errors.SettingsError(
-            str(path), f"cannot be read ({error})", "make it a readable UTF-8 file"
+            f"{path}:{line}", f"is not UTF-8 (byte 0x{error.object[error.start]:02x})",
+            "save the file as UTF-8",
+        ) from error  # fmt: skip
+    except OSError as error:
+        why = error.strerror or error
+        raise kit.errors.SettingsError(
+            str(path), f"cannot be read ({why})", "make it a file that this user may read"
         ) from error
     return parse(text, str(path))
 
@@ -112,29 +125,47 @@ def keep(path: str, last_good: str) -> str:
     return ""
 
 
-def glean(path: Path, room: str) -> tuple[Path | None, bool]:
-    """What even a file with mistakes says: its state_dir, and whether it names ``room`` as off.
+@dataclass(frozen=True)
+class Gleaned:
+    """What even a file with mistakes says; None of a path that it does not say.
 
-    An empty value is no word: ``room:`` with nothing behind it may be what a slip left.
+    ``off``: the rooms that it names as off. An empty value is no word: ``room:`` with nothing
+    behind it may be what a slip left.
     """
+
+    state_dir: Path | None = None
+    socket: Path | None = None
+    off: frozenset[str] = frozenset()
+
+
+def glean(path: Path) -> Gleaned:
     try:
         text = read(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError):
-        return None, False
+        return Gleaned()
     try:
         root = yaml.SafeLoader(text).get_single_node()
     except (ValueError, yaml.YAMLError, RecursionError):
-        line = _STATE_DIR.search(text)
-        return (Path(line["path"]) if line else None), False
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    plain = {
-        key.value: value.value
-        for key, value in pairs
-        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
-    }
-    state_dir = Path(plain.get("state_dir", ""))
-    off = plain.get(room, "").lower() in ("null", "~")
-    return (state_dir if state_dir.is_absolute() else None), off
+        lines = (each.search(text) for each in (_STATE_DIR, _SOCKET))
+        state_dir, socket = (Path(line["path"]) if line else None for line in lines)
+        return Gleaned(state_dir, socket)
+    plain = _scalars(root)
+    off = frozenset(key for key, value in plain.items() if value.lower() in ("null", "~"))
+    texts = plain.get("state_dir", ""), _scalars(root, "admin").get("socket", "")
+    state_dir, socket = (Path(each) if each.startswith("/") else None for each in texts)
+    return Gleaned(state_dir, socket, off)
+
+
+def _scalars(node: yaml.Node | None, *below: str) -> dict[str, str]:
+    """The plain values of a mapping, or of the one below it."""
+    pairs = [
+        (key.value, value)
+        for key, value in (node.value if isinstance(node, yaml.MappingNode) else ())
+        if isinstance(key, yaml.ScalarNode)
+    ]
+    if below:
+        return _scalars(dict(pairs).get(below[0]), *below[1:])
+    return {key: value.value for key, value in pairs if isinstance(value, yaml.ScalarNode)}
 
 
 class _Loader(yaml.SafeLoader):
@@ -220,43 +251,70 @@ def _refuse_duplicates(
 def _readable(
     error: pydantic.ValidationError, root: yaml.Node, origin: str
 ) -> kit.errors.SettingsError:
-    lines = []
     index: Index = {}
+    found: dict[Place, tuple[int, pydantic_core.ErrorDetails, str | None]] = {}
+    below: set[Place] = set()  # what has a mistake inside it
     for problem in error.errors(include_url=False):
-        line, path = _find(root, problem["loc"], index)
-        lines.append((line, f"{path or 'the file'}: {_cause(problem, path)}"))
-    lines.sort()
-    first_line, first = lines[0]
-    more = "".join(f"\n  {origin}:{line}: {_short(text)}" for line, text in lines[1:MOST_MISTAKES])
+        place = (*problem["loc"], *problem.get("ctx", {}).get("place", ()))
+        line, path, node = _find(root, place, index, problem["type"] == "missing")
+        below.update(path[:end] for end in range(len(path)))
+        if path in found and not found[path][1]["type"].endswith("_type"):
+            continue  # of a value that may be this or that, what fits it best is said
+        written = node.value if isinstance(node, yaml.ScalarNode) else None
+        found[path] = line, problem, written
+    lines = sorted((at[0], _dotted(path), path) for path, at in found.items() if path not in below)
+    told = []
+    for line, name, path in lines[:MOST_MISTAKES]:
+        _, problem, written = found[path]
+        instead = GONE.get(_POSITION.sub("", name))
+        said = (
+            f"this setting is gone; {instead}"
+            if instead
+            else kit.slips.cause(problem, written, _known(problem))
+        )
+        told.append(f"{origin}:{line}: {_short(name or 'the file')}: {_short(said)}")
     if len(lines) > MOST_MISTAKES:
-        more += f"\n  and {len(lines) - MOST_MISTAKES} more mistakes"
-    first = _short(first)
-    return kit.errors.SettingsError(
-        f"{origin}:{first_line}", first + more, "correct it and run 'nodeagent config check' again"
-    )
+        told.append(f"and {len(lines) - MOST_MISTAKES} more mistakes")
+    thing = f"{origin}:{lines[0][0]}"
+    all_of_them = "; ".join(told).removeprefix(f"{thing}: ")
+    remedy = f"correct it and run 'nodeagent config check {origin}'"
+    made = kit.errors.SettingsError(thing, all_of_them, remedy)
+    made.lines = [*map(kit.redact.text, told), remedy] if len(told) > 1 else ()
+    return made
 
 
-def _cause(problem: pydantic_core.ErrorDetails, path: str) -> str:
-    """Pydantic's message, except where it speaks of its own model instead of the file."""
-    context = problem.get("ctx", {})
-    match problem["type"]:
-        case "extra_forbidden":
-            instead = GONE.get(_POSITION.sub("", path))
-            return f"this setting is gone; {instead}" if instead else "there is no such setting"
-        case "missing":
-            return "this setting is missing"
-        case "model_type":
-            return "it is empty, or no section; write {} for its defaults, or leave it out"
-        case "literal_error" | "enum" if isinstance(problem.get("input"), bool):
-            return f"{problem['msg']}; quote the word: YAML takes it for true or false"
-        case "union_tag_not_found":
-            return f"{context['discriminator']} is missing: it says what this is"
-        case "union_tag_invalid":
-            key, value, known = (
-                context[each] for each in ("discriminator", "tag", "expected_tags")
-            )
-            return f"there is no {key} {value!r}; use one of {known}"
-    return problem["msg"].removeprefix("Value error, ")
+def _known(problem: pydantic_core.ErrorDetails) -> list[str]:
+    """The keys that a section may have where the problem is, those that it must have first."""
+    location = problem["loc"]
+    if problem["type"] == "extra_forbidden":
+        location = location[:-1]
+    elif problem["type"] not in ("model_type", "model_attributes_type"):
+        return []
+    found: list[type[pydantic.BaseModel]] = [Settings]
+    for part in location:
+        fields = [
+            field
+            for model in found
+            for name, field in model.model_fields.items()
+            if part in (field.alias or name, model.__name__)
+        ]
+        kinds = [m for m in found if _kind(m) == part or m.__name__ == part]
+        if fields or kinds:
+            found = kinds or [m for field in fields for m in _models(field.annotation)]
+    known = {f.alias or n: f.is_required() for m in found for n, f in m.model_fields.items()}
+    return sorted(known, key=lambda name: not known[name])
+
+
+def _kind(model: type[pydantic.BaseModel]) -> str | None:
+    kind = model.model_fields.get("kind")
+    return None if kind is None else str(typing.get_args(kind.annotation)[0])
+
+
+def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    """The models inside an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in _models(part)]
 
 
 def _short(text: str) -> str:
@@ -264,6 +322,7 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST_MISTAKE else f"{text[:LONGEST_MISTAKE]}…"
 
 
+Place = tuple[int | str, ...]  # the keys and numbers that lead to a value
 # The keys of mappings that were looked through, with their lines and values.
 Index = dict[yaml.Node, dict[str, tuple[int, yaml.Node]]]
 
@@ -278,23 +337,33 @@ def _keys(node: yaml.MappingNode, index: Index) -> dict[str, tuple[int, yaml.Nod
     return index[node]
 
 
-def _find(root: yaml.Node, location: tuple[int | str, ...], index: Index) -> tuple[int, str]:
-    """Line and dotted path of the deepest part of ``location`` that the file has.
+def _find(
+    root: yaml.Node, location: Place, index: Index, missing: bool
+) -> tuple[int, Place, yaml.Node]:
+    """Line, way and value of the deepest part of ``location`` that the file has.
 
     Skips parts that are not keys of the file: pydantic also names the members of unions.
+    ``missing``: the last part is what the file does not have.
     """
-    node, line, path = root, root.start_mark.line + 1, ""
+    path: Place = ()
+    node, line = root, root.start_mark.line + 1
     for position, part in enumerate(location):
         if isinstance(node, yaml.MappingNode):
             if str(part) in (keys := _keys(node, index)):
                 line, node = keys[str(part)]
-                path = f"{path}.{part}" if path else str(part)
-            elif position == len(location) - 1:
-                path = f"{path}.{part}" if path else str(part)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                path = (*path, str(part))
+            elif missing and position == len(location) - 1:
+                path = (*path, str(part))
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+        ):
             node = node.value[part]
-            line, path = node.start_mark.line + 1, f"{path}[{part}]"
-    return line, path
+            line, path = node.start_mark.line + 1, (*path, part)
+    return line, path, node
+
+
+def _dotted(path: Place) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
 def dump(settings: Settings) -> str:

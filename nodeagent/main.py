@@ -20,7 +20,7 @@ import kit.room
 from kit import terminal
 from nodeagent import configfile, rooms
 from nodeagent.commands import status
-from nodeagent.settings import Settings
+from nodeagent.settings import AdminSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,15 @@ class Context:
 
         if self.address is not None:
             return client.Client(self.address, self.token_file)
-        return client.Client(f"unix://{configfile.load(self.config).admin.socket}")
+        try:
+            path = configfile.load(self.config).admin.socket
+        except kit.errors.SettingsError as error:
+            if not os.path.lexists(self.config):
+                raise
+            # The agent may well run: with the settings before the slip, or their copy.
+            path = configfile.glean(self.config).socket or AdminSettings().socket
+            terminal.say(f"nodeagent: {error}; {path} is used", error=True)
+        return client.Client(f"unix://{path}")
 
     def offline(self, room: str) -> tuple[Any, Path]:
         try:
@@ -50,7 +58,7 @@ class Context:
         except kit.errors.SettingsError as error:
             if self.config.exists():
                 terminal.say(f"nodeagent: {error}; using the defaults", error=True)
-            state_dir, _ = configfile.glean(self.config, room)
+            state_dir = configfile.glean(self.config).state_dir
             settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
         wanted = next(each for each in rooms.ROOMS if each.name == room)
         return settings.room(wanted), settings.state_dir
@@ -59,7 +67,7 @@ class Context:
         try:
             settings, problem = configfile.load_or_last(self.config, last_good)
         except kit.errors.SettingsError as error:
-            state_dir, _ = configfile.glean(self.config, room)
+            state_dir = configfile.glean(self.config).state_dir
             return kit.room.RoomSection(None, state_dir or Settings().state_dir, error)
         used = self.config
         if problem and last_good is not None:
@@ -68,7 +76,7 @@ class Context:
         elif last_good and (missed := configfile.keep(str(self.config), str(last_good))):
             terminal.say(f"nodeagent: {missed}", error=True)
         found = getattr(settings, room)
-        off = found is None and configfile.glean(used, room)[1]
+        off = found is None and room in configfile.glean(used).off
         return kit.room.RoomSection(found, settings.state_dir, None, off)
 
 
@@ -86,7 +94,18 @@ class _Room(click.Group):
         return self._load().get_command(ctx, cmd_name)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Program(click.Group):
+    """Its commands have their context also while a shell completes a word of theirs."""
+
+    def make_context(self, *given: Any, **more: Any) -> click.Context:
+        made = super().make_context(*given, **more)
+        known = made.params
+        config = configfile.locate(known.get("config_path"))
+        made.obj = Context(config, known.get("api"), known.get("token_file"))
+        return made
+
+
+@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]})
 @terminal.file_option(
     "--config",
     "config_path",
@@ -104,13 +123,9 @@ class _Room(click.Group):
     envvar="NODEAGENT_TOKEN_FILE",
     help="File with the bearer token for an https:// address.",
 )
-@click.version_option(package_name="nodeagent")
-@click.pass_context
-def cli(
-    ctx: click.Context, config_path: Path | None, api: str | None, token_file: Path | None
-) -> None:
+@click.version_option(None, "-V", "--version", package_name="nodeagent")
+def cli(**_: Any) -> None:
     """Node agent for GPU clusters: dataset cache, ready images, safe volumes."""
-    ctx.obj = Context(configfile.locate(config_path), api, token_file)
 
 
 @cli.command()
@@ -146,14 +161,12 @@ def doctor(ctx: Context, as_json: bool) -> None:
         terminal.print_json([vars(each) for each in found])
     else:
         rows = [(each.word, each.room, each.name, each.said) for each in found]
-        for line in terminal.table(("", "ROOM", "CHECK", "FOUND"), rows):
-            terminal.say(line)
+        terminal.say_all(terminal.table(("", "COMPONENT", "CHECK", "FOUND"), rows))
         for each in found:
-            if not each.well:
+            if each.wanted and not each.well:
                 terminal.say()
-                terminal.say(f"{each.word} {each.room} {each.name}: {each.said}")
-                terminal.say(f"  costs: {each.cost}")
-                terminal.say(f"  to do: {each.remedy}")
+                said = f"{each.word} {each.room} {each.name}: {each.said}"
+                terminal.say_all((said, f"  costs: {each.cost}", f"  to do: {each.remedy}"))
     if any(each.wanted and not each.well for each in found):
         sys.exit(1)
 
@@ -194,8 +207,7 @@ def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> N
             for f in report.found
             if not f.trace.stays
         ]
-        for line in terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows):
-            terminal.say(line)
+        terminal.say_all(terminal.table(("COMPONENT", "WHAT", "NAME", "USED BY"), rows))
         for each in report.found:
             if each.trace.stays:
                 say(each)

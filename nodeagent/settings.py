@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import pydantic
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 import kit.room
 import kit.settings
@@ -73,6 +73,10 @@ _GONE = (
     (_FIXED, "volumes.repair", "follow per_hour per_volume settle"),
 )
 GONE = {f"{section}.{name}": do for do, section, names in _GONE for name in names.split()}
+_node_name = kit.settings.matching(
+    r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
+    "a node's name: use lower-case letters, digits, '-' and '.'",
+)
 
 
 def address(text: str) -> tuple[str, int]:
@@ -99,7 +103,12 @@ def _host_and_port(text: str) -> str:
     return text
 
 
-HostPort = Annotated[str, AfterValidator(_host_and_port)]
+def _as_text(value: object) -> object:
+    """A port alone is a number; what it lacks is the host, not quotes."""
+    return str(value) if isinstance(value, int) else value
+
+
+HostPort = Annotated[str, BeforeValidator(_as_text), AfterValidator(_host_and_port)]
 
 
 class ReviewSettings(kit.settings.Section):
@@ -196,7 +205,7 @@ class Process(kit.settings.Section):
 
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
-    node: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")] | None = None
+    node: Annotated[str, AfterValidator(_node_name)] | None = None
     """Name of this node in the cluster. Default: $NODE_NAME, then the host name."""
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""

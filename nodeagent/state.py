@@ -5,6 +5,7 @@ API and the status page show it.
 import asyncio
 import collections
 import copy
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,11 @@ from nodeagent.settings import Settings
 
 log = structlog.get_logger("findings")
 
+_LEVELS = {
+    Severity.INFO: logging.INFO,
+    Severity.WARNING: logging.WARNING,
+    Severity.CRITICAL: logging.ERROR,
+}
 MOST_EVENTS = 500
 LONGEST_TEXT = 500
 MOST_FINDINGS = 1000  # of one origin: a faulty rule must not fill the memory or the log
@@ -108,7 +114,8 @@ class Findings:
             now[finding.id] = noted = copy.copy(finding)  # a new one would be redacted again
             object.__setattr__(noted, "since", since)
             if known is None:
-                log.warning(
+                log.log(
+                    _LEVELS[finding.severity],
                     "finding",
                     id=finding.id,
                     rule=finding.rule,

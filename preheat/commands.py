@@ -30,6 +30,7 @@ class ImageError(kit.errors.AgentError):
 
 
 image = click.Group("image")
+_ref = click.argument("ref", **terminal.completing("/v1/images", "images", "ref"))
 
 
 def _call(ctx: CommandContext, method: str, path: str, body: Any = None, **query: str) -> Any:
@@ -96,7 +97,7 @@ def _reason(row: dict[str, Any]) -> str:
 
 
 @terminal.command(image, "show")
-@click.argument("ref")
+@_ref
 def show(ctx: CommandContext, ref: str) -> Shown:
     """Everything about one image; each layer while it is pulled."""
     return _call(ctx, "GET", "/one", ref=ref), _detail_lines
@@ -125,7 +126,7 @@ def _detail_lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 @image.command("preheat")
-@click.argument("ref")
+@_ref
 @click.option("--wait", is_flag=True, help="Show progress until it is ready; fail if it fails.")
 @click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
 @terminal.json_option
@@ -168,7 +169,7 @@ async def _wait(ctx: CommandContext, row: dict[str, Any], quiet: bool) -> dict[s
 
 
 def _simple(name: str, text: str) -> None:
-    @click.argument("ref")
+    @_ref
     def run(ctx: CommandContext, ref: str) -> Shown:
         return _call(ctx, "POST", f"/{name}", {"ref": ref}), _row_lines
 

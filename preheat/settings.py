@@ -40,7 +40,9 @@ class KeepFor(kit.settings.Section):
 
 def _pin(value: object) -> object:
     """``72h`` is short for ``{for: 72h}``."""
-    if isinstance(value, str) and re.fullmatch(SHORT_PIN, value):
+    if isinstance(value, str) and value not in ("always", "never"):
+        if not re.fullmatch(SHORT_PIN, value):
+            raise ValueError(f"{value!r} is none of always, never, or a time like 72h")
         return {"for": value}
     return value
 
@@ -176,8 +178,8 @@ class PreheatSettings(kube.settings.RoomSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":
-        if (ref := kit.settings.twice(each.ref for each in self.images)) is not None:
-            raise ValueError(f"image {ref!r} is listed twice")
+        for number, ref in kit.settings.again(each.ref for each in self.images):
+            raise kit.settings.misplaced(f"image {ref!r} is listed twice", "images", number)
         return self
 
 

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import getpass
 import os
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +46,9 @@ def path_of(_: click.Context | None, __: click.Parameter | None, given: str) -> 
     return given if "/" in given else f"/dev/{given}"
 
 
-_DEVICE = click.argument("device", callback=path_of)
+_DEVICE = click.argument(
+    "device", callback=path_of, **terminal.completing("/v1/audit/devices", "devices", "name")
+)
 
 
 volume = click.Group("volume")
@@ -258,10 +261,14 @@ def _ledger(state_dir: Path) -> store.LedgerStore:
     return found
 
 
-@terminal.command(volume, "probe")
+@volume.command("probe")
 @_DEVICE
-def probe(ctx: CommandContext, device: str) -> Shown:
-    """Show what DEVICE holds. Only reads; 'unreadable' and 'blank' are different answers."""
+@terminal.output_option
+@terminal.json_option
+@click.pass_obj
+def probe(ctx: CommandContext, device: str, as_json: bool, output: str | None) -> None:
+    """Show what DEVICE holds. Only reads; 'unreadable' and 'blank' are different answers, and the
+    exit code of a device that cannot be read is 5."""
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
@@ -279,7 +286,10 @@ def probe(ctx: CommandContext, device: str) -> Shown:
         return volume_status.describe_probe(found, seen, known)
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
-    return _ask(ctx, request, here), _probe_lines
+    answer = _ask(ctx, request, here)
+    terminal.show((answer, _probe_lines), as_json=as_json, output=output)
+    if answer["verdict"] in ("unreadable", "timeout"):
+        sys.exit(kit.errors.SourceError.exit_code)
 
 
 @terminal.command(volume, "explain")
@@ -441,7 +451,14 @@ def _finding_lines(findings: list[dict[str, Any]]) -> Iterator[str]:
 @click.option("--rule", help="Only this rule.")
 def findings(ctx: CommandContext, rule: str | None) -> Shown:
     """What is wrong with this node's volumes, and what to do about it."""
+    from volumes.audit import evaluate  # the rules themselves; no other command needs them
+
+    known = {each.name for each in evaluate.RULES}
     every = terminal.call(ctx, "GET", "/v1/audit/findings")["findings"]
+    if rule is not None and rule not in known | {each["rule"] for each in every}:
+        raise kit.errors.NotFoundError(
+            f"--rule {rule}", "there is no such rule", f"use one of {', '.join(sorted(known))}"
+        )
     none = ["no findings; 'nodeagent volume audit' shows what the audit can see"]
     return (
         [each for each in every if rule in (None, each["rule"])],
@@ -476,7 +493,7 @@ def _audit_lines(answer: dict[str, Any]) -> Iterator[str]:
 
 
 @terminal.command(volume, "act")
-@click.argument("finding")
+@click.argument("finding", **terminal.completing("/v1/audit/findings", "findings", "id"))
 @click.option(
     "--yes", is_flag=True, help="Do it. Without this the agent only says what it would do."
 )

@@ -59,7 +59,7 @@ def of_programs(texts: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
 class GuardSettings(kit.settings.Section):
     """The format guard. All but cgroup and pins changes while running."""
 
-    mode: Literal["off", "dry-run", "enforce"] = "dry-run"
+    mode: Annotated[Literal["off", "dry-run", "enforce"], kit.settings.OnOrOff] = "dry-run"
     """off: not in the kernel. dry-run: report what it would refuse. enforce: refuse. Use dry-run
     for a week first."""
     drivers: tuple[kit.settings.Word, ...] = Field(
@@ -218,12 +218,13 @@ class LogSettings(kit.settings.Section):
     @classmethod
     def _names_differ(cls, value: tuple[LogSource, ...]) -> tuple[LogSource, ...]:
         names = ["kernel", *(source.name for source in value)]
-        if (name := kit.settings.twice(names)) is not None:
-            raise ValueError(f"two logs have the name {name!r}: give each its own")
+        for number, name in kit.settings.again(names):
+            said = f"two logs have the name {name!r}: give each its own"
+            raise kit.settings.misplaced(said, number - 1, "name")
         return value
 
 
-Mode = Literal["off", "dry-run", "on"]
+Mode = Annotated[Literal["off", "dry-run", "on"], kit.settings.OnOrOff]
 
 
 class ActionSettings(kit.settings.Section):

@@ -450,7 +450,9 @@ class Dataset(standing.Standing):
 
     def _note_trouble(self, error: Exception) -> None:
         found = trouble_of(self.name, self.view, error)
-        if self.trouble is None or str(found) != str(self.trouble):
+        # The first of a dataset that is not complete is logged as the finding that it becomes.
+        told = self.trouble is None and self.state() != "complete"
+        if not told and str(found) != str(self.trouble):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(found))
         self.trouble = found
         self.due.failed()

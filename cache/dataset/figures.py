@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import kit.units
 from cache.fill.protocol import Phase
 from cache.sources import base
 from cache.store import manifest
+
+# Opens are watched in a short window once a minute (``cache.space.uses``): two windows without one
+# are needed to say that nobody opens files.
+RECENT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,17 @@ class Use:
 
     last: float = 0.0  # Unix time when one was last seen; the dataset's first time before that
     by: str = ""  # one that holds the view now
+    opened: float = 0.0  # Unix time at which a file was last seen to be opened through the view
+
+    def opener(self, now: float) -> str:
+        """Somebody who opens and closes files, whom no look at a moment finds; empty: nobody."""
+        ago = now - self.opened
+        recent = 0 <= ago < RECENT_SECONDS
+        return f"somebody who opened a file {kit.units.format_duration(ago)} ago" if recent else ""
+
+    def reader(self, now: float) -> str:
+        """One that holds the view or opens files; empty when nobody does."""
+        return self.by or self.opener(now)
 
 
 @dataclass(frozen=True)

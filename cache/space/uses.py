@@ -113,7 +113,7 @@ class Uses:
             if not by and self._has_volumes(name):
                 by = "a pod has it as a volume"
             last = max(dataset.use.last, now) if by else dataset.use.last
-            dataset.use = Use(last, by)
+            dataset.use = dataclasses.replace(dataset.use, last=last, by=by)
 
     async def _look_at_opens(self) -> None:
         """Of datasets that nobody is known to hold: a process may open and close all the time.
@@ -133,8 +133,9 @@ class Uses:
             return
         for view, (stored, others) in found.items():
             dataset = watched[view]
-            last = max(dataset.use.last, time.time())
-            dataset.use = dataclasses.replace(dataset.use, last=last)
+            now = time.time()
+            last = max(dataset.use.last, now)
+            dataset.use = dataclasses.replace(dataset.use, last=last, opened=now)
             if not dataset.source.block:  # of an image, parts of one file may lie on either side
                 dataset.hits.add(Opens(stored, others), time.monotonic())
 

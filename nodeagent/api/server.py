@@ -15,7 +15,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from aiohttp import web
 import kit.errors
 import kit.redact
 from kit.room import Answer, Request, Role, Route, Stream
+from nodeagent import rooms
 from nodeagent.api import access, own
 from nodeagent.shown import overview
 from nodeagent.state import RunningRoom, State
@@ -138,10 +139,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        remedy = "see /openapi.json"
-        if error.status == 404:
-            remedy += "; a part of the agent that the settings leave out has no paths"
-        shown = kit.errors.AgentError(_plain(request.path), error.reason, remedy)
+        shown = kit.errors.AgentError(_plain(request.path), error.reason, "see /openapi.json")
         kept = {k: error.headers[k] for k in ("Allow", "Retry-After") if k in error.headers}
         return web.json_response(_error_body(shown), status=error.status, headers=kept)
     except ConnectionError:
@@ -291,7 +289,7 @@ def _names(request: web.Request) -> dict[str, str]:
             or value in (".", "..")
             or len(value) > LONGEST_NAME
         ):
-            _refuse(f"{_plain(value)!r} is not a name")
+            _refuse(f"{_plain(value)!r} is not a name: it has no '/', is no '.' and not too long")
     return found
 
 
@@ -461,7 +459,38 @@ def application(
                 app.router.add_get(route.path, handler)  # answers HEAD too
             else:
                 app.router.add_route(route.method, route.path, handler)
+    served = heads_of(each.room for each in state.running)
+    for head, room in heads_of(rooms.ROOMS).items():
+        if head not in served:
+            app.router.add_route("*", f"/v1/{head}{{rest:(/.*)?}}", _off(room))
     return app
+
+
+def heads_of(known: Iterable[kit.room.Room]) -> dict[str, kit.room.Room]:
+    """The rooms by the beginning of their paths: /v1/HEAD."""
+    return {route.path.split("/")[2]: room for room in known for route in room.routes()}
+
+
+def _off(room: kit.room.Room) -> Handler:
+    async def handle(_: web.Request) -> web.StreamResponse:
+        raise kit.errors.RefusedError(
+            f"nodeagent {room.commands[0].name}",
+            f"this is off on this node: the settings have no section '{room.name}'",
+            "add the section, then restart the agent",
+        )
+
+    return handle
+
+
+def _elsewhere(state: State) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        raise kit.errors.NotFoundError(
+            _plain(request.path),
+            "these are the metrics, not the admin API",
+            f"use --api unix://{state.settings.admin.socket} on the node (the default)",
+        )
+
+    return handle
 
 
 def metrics_application(
@@ -485,4 +514,6 @@ def metrics_application(
     )
     found = own.Own(state, access.Streams(), _write_lines, held).routes()
     app.add_routes([route for route in found if route.path in served])
+    for path in ("/v1/{rest:.*}", "/openapi.json"):
+        app.router.add_route("*", path, _elsewhere(state))
     return app

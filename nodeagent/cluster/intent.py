@@ -19,6 +19,7 @@ import pydantic
 
 import kit.errors
 import kit.room
+import kit.slips
 from kube.settings import RoomSettings
 from nodeagent.cluster import kinds
 from nodeagent.settings import Settings
@@ -301,7 +302,7 @@ def _readable(error: Exception) -> str:
     found = []
     for each in error.errors()[:3]:
         path = ".".join(str(part) for part in each["loc"])
-        cause = each["msg"].removeprefix("Value error, ")
+        cause = kit.slips.cause(each)
         found.append(f"{path}: {cause}" if path else cause)
     return "; ".join(found)[:1000]
 

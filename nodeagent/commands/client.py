@@ -36,7 +36,13 @@ class Client:
     """
 
     def __init__(self, address: str, token_file: Path | None = None) -> None:
-        self._address = address
+        if not address.startswith(("unix:/", "https://", "http://")):
+            raise kit.errors.SettingsError(
+                f"--api {address}",
+                "is no address of an agent",
+                "write unix:///PATH or https://HOST:PORT",
+            )
+        self.address = address
         self._token_file = token_file
         self._socket = address.removeprefix("unix://") if address.startswith("unix:") else None
         # The host is not looked at: the socket leads to one agent.
@@ -58,7 +64,7 @@ class Client:
         assert self._token_file is not None
         if self._socket is None and not self._url.startswith("https://"):
             raise kit.errors.SettingsError(
-                self._address, "a token would travel in clear text", "use https://"
+                self.address, "a token would travel in clear text", "use https://"
             )
         try:
             return kit.files.read_small(self._token_file).decode().strip()
@@ -67,17 +73,20 @@ class Client:
                 f"token file {self._token_file}", f"cannot be read ({error})", "correct it"
             ) from error
 
-    def _unreachable(self, error: Exception) -> kit.errors.UnreachableError:
-        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
-            return kit.errors.UnreachableError(
-                self._address,
+    def unreachable(self, error: Exception) -> kit.errors.AgentError:
+        cause = error.__cause__ or error
+        if isinstance(cause, PermissionError):
+            return kit.errors.HostError(
+                self.address,
                 "you may not use this socket",
                 "use it as root or as a member of admin.group",
             )
+        why = (isinstance(cause, OSError) and cause.strerror) or error or type(error).__name__
         return kit.errors.UnreachableError(
-            self._address,
-            f"no agent answers there ({error or type(error).__name__})",
-            "start it with 'nodeagent --config FILE run', or name its address with --api",
+            self.address,
+            f"no agent answers there ({why})",
+            "see 'systemctl status nodeagent', or 'kubectl get pods' for the agent of this node; "
+            "--api names another address",
         )
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
@@ -88,7 +97,7 @@ class Client:
             ):
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self.unreachable(error) from error
         return self._decode(text, response.status)
 
     async def text(self, path: str) -> str:
@@ -99,7 +108,7 @@ class Client:
             ):
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self.unreachable(error) from error
         if response.status >= 400:
             self._decode(text, response.status)
         return text
@@ -109,7 +118,7 @@ class Client:
             answer = json.loads(text) if text else {}
         except ValueError as error:
             raise kit.errors.UnreachableError(
-                self._address,
+                self.address,
                 f"what answers there is not an agent (status {status})",
                 "correct --api",
             ) from error
@@ -126,4 +135,4 @@ class Client:
                 async for line in response.content:
                     yield json.loads(line)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self.unreachable(error) from error

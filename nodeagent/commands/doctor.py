@@ -100,7 +100,8 @@ async def _make(room: str, check: Check, wanted: bool, turn: asyncio.Semaphore) 
         async with turn:
             said = await kit.child.call(check.look, *check.arguments, deadline=check.deadline)
     except kit.errors.AgentError as error:
-        why = f"{error.thing}: {error.cause}"
+        named = error.thing.removeprefix("the ") == check.name
+        why = error.cause if named else f"{error.thing}: {error.cause}"
         return Result(room, check.name, False, wanted, why, check.cost, error.remedy)
     except (OSError, RuntimeError) as error:
         remedy = "see the kernel log"

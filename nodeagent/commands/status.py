@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import datetime
+import importlib.metadata
 import math
 import os
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ _WORDS = {"well": "WELL", "attention": "NEEDS A LOOK", "critical": "NEEDS A PERS
 _TONES = {"good": "green", "mid": "yellow", "bad": "red"}
 _SEVERITIES = {"critical": "red", "warning": "yellow"}
 MOST_EVENTS = 5  # of the status
-LONGEST_CELL = 60  # of its tables, unless they are wide
+_SECONDS = click.IntRange(1, 60)
+_SECONDS.name = "number from 1 to 60"  # click: 'abc' is not a valid NAME
 ANSWER_SECONDS = 10.0  # after that --watch takes the agent for lost, until it answers again
 
 
@@ -37,7 +39,7 @@ ANSWER_SECONDS = 10.0  # after that --watch takes the agent for lost, until it a
 @click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C; ends with 0.")
 @click.option(
     "--interval",
-    type=click.IntRange(1, 60),
+    type=_SECONDS,
     default=2,
     metavar="SECONDS",
     show_default=True,
@@ -87,7 +89,8 @@ def _draw(lines: Sequence[terminal.Line]) -> None:
     """On a terminal in place of what is there, as much as it has room for; else below a line that
     tells the time."""
     if sys.stdout.isatty():
-        lines = fitting(lines, shutil.get_terminal_size())
+        size = shutil.get_terminal_size()
+        lines = fitting([p for line in lines for p in terminal.folded(line, size.columns)], size)
         click.clear()
     else:
         terminal.say(f"--- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC")
@@ -121,7 +124,7 @@ def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[termina
     yield f"node {answer['node']}, nodeagent {answer['version']}, up {up}"
     yield ""
     rows = [
-        (c["name"], _ready(c), c["brief"] or "-", _cut("; ".join(c["reasons"]), wide))
+        (c["name"], _ready(c), c["brief"] or "-", "; ".join(c["reasons"]))
         for c in answer["components"]
     ]
     yield from terminal.table(("COMPONENT", "STATE", "HOLDS", "WHY"), rows)
@@ -131,9 +134,8 @@ def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[termina
         yield f"{section['title'].upper()}  {section['summary']}"
         if section["rows"]:
             head = [name.upper() for name in section["head"]]
-            yield from terminal.table(
-                head, [[_cell(c, wide) for c in row] for row in section["rows"]]
-            )
+            cells = [[_cell(c, row[0]["text"], wide) for c in row] for row in section["rows"]]
+            yield from terminal.table(head, cells)
         elif section["empty"]:
             yield str(section["empty"])
     yield ""
@@ -153,18 +155,15 @@ def _ready(component: Mapping[str, Any]) -> str:
     return "ready" if component["ready"] else "starting" if component["starting"] else "NOT READY"
 
 
-def _cell(cell: Mapping[str, Any], wide: bool) -> str:
-    """One line of a page's cell: its text, else the first line below; all of them when wide."""
+def _cell(cell: Mapping[str, Any], name: str, wide: bool) -> str:
+    """One line of a page's cell: its text, else the first line below; all of them when wide.
+    Without the ``name`` of what the row is about, which stands at its beginning."""
     texts = [text for text in (cell["text"], *(below["text"] for below in cell["below"])) if text]
     said = "; ".join(texts) if wide else (texts or [""])[0]
     if cell["progress"] is not None:
         done, total = cell["progress"]
         said = f"{int(100 * done / total) if total else 100:3d}% {said}"
-    return _cut(terminal.plain(said), wide)
-
-
-def _cut(said: str, wide: bool) -> str:
-    return said if wide or len(said) <= LONGEST_CELL else f"{said[: LONGEST_CELL - 1]}…"
+    return terminal.plain(said).removeprefix(f"dataset {name}: ")
 
 
 # --- events
@@ -213,6 +212,44 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(script)  # noqa: TID251  a program, nobody's text
 
 
+@click.command()
+@click.pass_context
+def man(context: click.Context) -> None:
+    """Print the manual page: nodeagent man > nodeagent.8."""
+    for line in _manual(context.find_root().command):
+        click.echo(line)  # noqa: TID251  a program, nobody's text
+
+
+def _manual(root: click.Command) -> Iterator[str]:
+    """The commands as man reads them."""
+    yield f'.TH NODEAGENT 8 "" "nodeagent {importlib.metadata.version("nodeagent")}"'
+    yield ".SH NAME\nnodeagent \\- node agent for GPU clusters"
+    yield ".SH DESCRIPTION"
+    for context in _contexts(click.Context(root, info_name="nodeagent")):
+        usage = context.command.collect_usage_pieces(context)
+        yield f'.SS "{_roff(" ".join((context.command_path, *usage)))}"'
+        yield _roff(" ".join((context.command.help or "").split()))
+        for param in context.command.get_params(context):
+            if record := param.get_help_record(context):
+                yield ".TP"
+                yield from map(_roff, record)
+
+
+def _contexts(context: click.Context) -> Iterator[click.Context]:
+    """Of a command and all below it."""
+    yield context
+    if isinstance(context.command, click.Group):
+        for name in context.command.list_commands(context):
+            below = context.command.get_command(context, name)
+            assert below is not None
+            yield from _contexts(click.Context(below, parent=context, info_name=name))
+
+
+def _roff(text: str) -> str:
+    quoted = text.replace("\\", "\\e").replace("-", "\\-").replace('"', "''")
+    return f"\\&{quoted}" if quoted.startswith((".", "'")) else quoted
+
+
 @click.command("support-bundle")
 @terminal.file_option(
     "--file",
@@ -251,4 +288,4 @@ def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_jso
         terminal.say(f"not there: {each}", error=True)
 
 
-COMMANDS = (status, events, support_bundle, completion)
+COMMANDS = (status, events, support_bundle, completion, man)

@@ -95,8 +95,10 @@ def parse(text: str) -> Reference:
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or len(text) > 512:
+        capitals = "; HOST and PATH have no capitals" if text != text.lower() else ""
         raise ValueError(
             f"{text[:100]!r} is not an image reference; write HOST/PATH:TAG or HOST/PATH@sha256:…"
+            f"{capitals}"
         )
     host, path = match["host"], match["path"]
     if host == HUB_INDEX:

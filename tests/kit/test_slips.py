@@ -69,8 +69,8 @@ def test_an_error_holds_nothing_of_the_text(who: str, text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("text", "shown"), [
-    ('a: 1\nb: "x\n', "found unexpected end of stream, line 3"),
-    ("a: b: c\n", "mapping values are not allowed here, line 1"),
+    ('a: 1\nb: "x\n', "the quote of line 2 is not closed, line 3"),
+    ("a: b: c\n", "mapping values are not allowed here: put a text with ': ' in quotes, line 1"),
     ("a: 1\nb: *secret\n", "found undefined alias '***', line 2"),
     ("a: 2024-13-45\n", "month must be in 1..12"),
     ("\x00", "special characters are not allowed, at position 0"),

@@ -50,6 +50,27 @@ def test_judgement(
     assert overview.judge(parts, findings, trouble) is verdict
 
 
+@pytest.mark.parametrize(
+    ("found", "trouble"),
+    [
+        (("needs-restart", "admin", "admin: the settings file has changed it"),
+         "setting admin has changed and needs a restart"),
+        (("settings-unusable", "settings", "the settings file cannot be used"),
+         "the settings file's latest content is not in force: f:1: cahce"),
+        (("tokens", "tokens", "tokens file /t: is empty"), "tokens: tokens file /t: is empty"),
+    ],
+)  # fmt: skip
+def test_headline_counts_trouble_that_a_finding_tells_once(
+    found: tuple[str, str, str], trouble: str
+) -> None:
+    rule, subject, message = found
+    told = [Finding(rule, rule, Severity.WARNING, subject, message, "look")]
+    said = overview.headline(Verdict.ATTENTION, [WELL], told, [trouble])
+    assert "more" not in said
+    both = overview.headline(Verdict.ATTENTION, [WELL], [*told, WARNING], [trouble, "another"])
+    assert both.endswith(" And 2 more.")
+
+
 def test_headline_is_one_sentence_that_begins_with_the_worst() -> None:
     def said(parts: list[Part], findings: list[Finding], trouble: list[str]) -> str:
         verdict = overview.judge(parts, findings, trouble)

@@ -30,6 +30,16 @@ def test_finding_is_logged_when_it_appears_and_clears() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("severity", "level"),
+    [(Severity.INFO, "info"), (Severity.WARNING, "warning"), (Severity.CRITICAL, "error")],
+)
+def test_a_finding_is_logged_at_its_severity(severity: Severity, level: str) -> None:
+    with structlog.testing.capture_logs() as logged:
+        state.Findings().report("cache", [finding("a", severity)])
+    assert [entry["log_level"] for entry in logged] == [level]
+
+
 def test_finding_keeps_when_it_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     port = state.Findings()
     for now in (100.0, 200.0):

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 import kit.child
+import kit.errors
 from cache.dataset.action import Action, Facts, next_action
 from cache.views import view
 from cache.views.view import Stage
@@ -209,3 +211,16 @@ async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
     await shown.publish(Stage.SOURCE)
     assert did == [("publish", Stage.NONE), ("allow", Stage.NONE)]
     assert shown.stage is Stage.SOURCE
+
+
+@pytest.mark.parametrize(("state", "lines"), [("filling", ["two"]), ("complete", ["one", "two"])])
+def test_a_trouble_that_is_a_finding_is_not_logged_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, lines: list[str]
+) -> None:
+    """Of a complete dataset there is no finding; another trouble changes a finding's text alone."""
+    made = test_jobs.dataset(tmp_path, test_jobs.Source())
+    monkeypatch.setattr(made, "state", lambda: state)
+    with structlog.testing.capture_logs() as logged:
+        for why in ("one", "one", "two"):
+            made._note_trouble(kit.errors.SourceError("x", why, ""))
+    assert [entry["why"].removeprefix("x: ") for entry in logged] == lines

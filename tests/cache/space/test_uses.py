@@ -1,5 +1,6 @@
 """Who uses a view, and what is kept of it."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 
 import kit.errors
 import kit.formats
+from cache import component
 from cache.dataset import hits
-from cache.dataset.figures import Use
+from cache.dataset.figures import RECENT_SECONDS, Use
 from cache.space import uses
 from cache.store import generations
 from cache.views import users
@@ -181,3 +183,30 @@ def test_looks_at_a_crowded_node_are_rare() -> None:
     assert uses.pause(0.01) == uses.LOOK_SECONDS
     assert uses.pause(2.0) == 600
     assert uses.pause(3600.0) == uses.LONGEST_SECONDS
+
+
+async def test_who_opens_and_closes_files_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody holds the view at the moment of a look: opens are what is seen of such a job."""
+    shown = dataset("coco")
+    shown.stage, shown.current = Stage.STORE, SimpleNamespace(layer="/l")
+    shown.source = SimpleNamespace(block=True)
+    looks = made(tmp_path, shown)
+    component.refuse_read(shown, time.time())
+
+    async def ask(what: Any, *_: Any) -> Any:
+        return {shown.view: (1, 0)} if what is users.opened else {}
+
+    monkeypatch.setattr(looks, "_ask", ask)
+    await looks._look_at_opens()
+    await looks.look()  # which finds no holder
+    now = shown.use.opened
+    assert shown.use.reader(now + 24) == "somebody who opened a file 24s ago"
+    with pytest.raises(kit.errors.InUseError, match="opened a file 24s ago; end it, and try again"):
+        component.refuse_read(shown, now + 24)
+    shown.use = dataclasses.replace(shown.use, by="pid 7 (train)")  # at the last look, perhaps gone
+    assert shown.use.reader(now) == "pid 7 (train)"
+    component.refuse_read(shown, now + RECENT_SECONDS)
+    shown.use = dataclasses.replace(shown.use, by="")
+    assert shown.use.reader(now + RECENT_SECONDS) == ""
