@@ -111,7 +111,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
     yield f"files      {stored}, {odd}"
     yield f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD"
     if files["no_room"]:
-        yield f"no room    for {files['no_room']} files, {size(data['no_room'])}"
+        word = "evicted   " if d["state"] == "evicted" else "no room    for"
+        yield f"{word} {files['no_room']} files, {size(data['no_room'])}"
     if d.get("kept_share", 1) < 1:
         kept = f"{d['kept_share']:.1%} of the files, always the same ones"
         yield f"kept       {kept}; the rest is at the source"

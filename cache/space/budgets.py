@@ -322,12 +322,15 @@ class Budgets:
         result: Literal["evicted", "failed"] = "failed"
         try:
             async with dataset.lock:
+                # Budgets and disk have evictions of their own (``keep``).
                 allowed = self._limits_of(dataset, "evict")
-                own = allowed.others - dataset.used_beside(dataset.current) + asked.to
-                allowed = dataclasses.replace(allowed, budget=min(allowed.budget, own))
-                await self._evictions.settle(
-                    dataset, grow=False, limits=allowed, paused=EVICTED, wanted=False, why=TAKEN
+                allowed = dataclasses.replace(
+                    allowed, budget=allowed.others + asked.to, inodes=2**62, disk=False
                 )
+                await self._evictions.settle(
+                    dataset, grow=False, limits=allowed, alone=True,
+                    paused=EVICTED, wanted=False, why=TAKEN,
+                )  # fmt: skip
             result, why = "evicted", ""
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             log.warning("eviction waits", dataset=dataset.name, why=str(error))

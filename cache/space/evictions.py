@@ -63,12 +63,14 @@ class Evictions:
         *,
         grow: bool,
         limits: protocol.Limits | None = None,
+        alone: bool = False,
         **changes: Any,
     ) -> bool:
         """Have the dataset keep the share that fits now; whether that is another one.
 
         ``grow``: a larger one will do; else only a smaller one. ``limits``: other ones than those
-        of the settings. ``changes``: to generation.json, when files go.
+        of the settings. ``alone``: what it shares with an earlier generation counts, too: that one
+        goes by itself. ``changes``: to generation.json, when files go.
 
         SourceError, HostError and RefusedError say why not. What is begun is done later then.
         """
@@ -76,7 +78,7 @@ class Evictions:
             allowed = limits or self._limits(dataset, "evict")
             return await _settle_copy(dataset, allowed, **changes)
         now = dataset.generation.kept_share
-        end = await self._pass(dataset, "choose", now, limits)
+        end = await self._pass(dataset, "choose", now, limits, alone)
         assert end.evict is not None
         share, beyond, found = end.evict.share, end.evict.beyond, end.evict.fill
         if found.used < dataset.generation.used:  # a fill ends with a log of its index
@@ -131,9 +133,15 @@ class Evictions:
                  share=round(share / subset.ALL, 4), used=found.fill.used)  # fmt: skip
 
     async def _pass(
-        self, dataset: Dataset, part: str, share: int, limits: protocol.Limits | None = None
+        self,
+        dataset: Dataset,
+        part: str,
+        share: int,
+        limits: protocol.Limits | None = None,
+        alone: bool = False,
     ) -> protocol.End:
         task = tasks.evict(dataset, limits or self._limits(dataset, "evict"), part, share)
+        task = dataclasses.replace(task, beside=task.beside and not alone)
         end = await self._run(dataset, "evict", task)
         if end.evict is None:
             raise _waits(dataset, end.why or end.result, "it is tried again")

@@ -167,3 +167,22 @@ def test_frozen_cephfs_is_compared_and_listed_again(
         current, _ = settled(node, ["current", "earlier"])
         assert current["shared_files"] == 120 - 8 * 4
         compared(node, differing=False)
+
+
+def test_eviction_to_a_size_leaves_that_much_beside_an_earlier_version(
+    area: Path, node: Agent
+) -> None:
+    source = start(area, node)
+    edit(source)
+    done = node.cli("dataset", "rescan", "a", "--wait")
+    assert done.returncode == 0, done.stderr
+    settled(node, ["current", "earlier"])
+    half = node.dataset("a")["bytes"]["done"] // 2
+    said = node.cli("dataset", "evict", "a", "--to", str(half))
+    assert said.returncode == 0, said.stderr
+    shown = node.dataset("a")
+    assert 20 < shown["files"]["done"] < 120, said.stdout
+    settled(node, ["current"])  # a share of the new one and all of the earlier would be too much
+    assert half * 0.5 < node.dataset("a")["store_bytes"] <= half
+    assert "no room" not in node.cli("dataset", "show", "a").stdout
+    trees.assert_equal(source, node.view("a"))

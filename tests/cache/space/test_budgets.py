@@ -164,3 +164,23 @@ async def test_update_that_cannot_be_listed_leaves_most_of_what_serves(node: Nod
         assert went_on == [True] * 3 + [False] * 6
         assert len(node.asked) == 3
         assert not new.fits, "nothing of it could be served"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["alone", "beside an earlier version"])
+async def test_eviction_leaves_what_was_asked_of_the_version_that_serves(
+    node: Node, kept: bool
+) -> None:
+    """The earlier version goes by itself: it takes nothing of what is to stay."""
+    dataset = node.add("a", 72 * MIB)
+    node.add("b", 100 * MIB)
+    if kept:
+        earlier = dataset.generation_of(at_snapshot(dataset.settings.source, "s0"))
+        earlier.record = dataclasses.replace(earlier.record, state="complete", used=72 * MIB)
+        dataset.earlier = [earlier]
+        shared = {"before": earlier.id, "shared": 70 * MIB}
+        dataset.generation = dataclasses.replace(dataset.generation, **shared)
+    dataset.eviction = dataclasses.replace(dataset.eviction, state="queued", to=10 * MIB)
+    await node.budgets.take_out(dataset)
+    ((_, allowed),) = node.asked
+    assert left(allowed, 72 * MIB, 110).bytes == 10 * MIB - 72 * MIB
+    assert left(allowed, 9 * MIB, 110).bytes == MIB
