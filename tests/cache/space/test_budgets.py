@@ -177,8 +177,9 @@ async def test_eviction_leaves_what_was_asked_of_the_version_that_serves(
         earlier = dataset.generation_of(at_snapshot(dataset.settings.source, "s0"))
         earlier.record = dataclasses.replace(earlier.record, state="complete", used=72 * MIB)
         dataset.earlier = [earlier]
-        shared = {"before": earlier.id, "shared": 70 * MIB}
-        dataset.generation = dataclasses.replace(dataset.generation, **shared)
+        dataset.generation = dataclasses.replace(
+            dataset.generation, before=earlier.id, shared=70 * MIB
+        )
     dataset.eviction = dataclasses.replace(dataset.eviction, state="queued", to=10 * MIB)
     await node.budgets.take_out(dataset)
     ((_, allowed),) = node.asked
