@@ -9,7 +9,7 @@ import kit.units
 from cache import settings
 from cache.settings import CacheSettings, DatasetSettings, DirSource, PvcSource
 from cache.views import closed
-from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named, whole
+from kit.room import Asking, Intent, Presence, Report, Room, Rule, calls, named, whole
 
 if TYPE_CHECKING:
     from cache.component import Cache
@@ -163,13 +163,6 @@ ROOM = Room(
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),
-    commands=(
-        Command(
-            "dataset",
-            "Datasets: warmed onto the SSD, served by the kernel.",
-            named("cache.commands:dataset"),
-        ),
-    ),
     page=calls("cache.api:sections"),
     checks=calls("cache.doctor:checks"),
     traces=named("cache.uninstall"),

@@ -8,7 +8,6 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
-import kit.units
 import kube.settings
 from cache.views import closed
 
@@ -235,7 +234,7 @@ class DatasetSettings(kit.settings.Section):
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher is filled first and evicted last. A fill with higher priority interrupts a running
     fill. Equal: filled by name; the least recently used is evicted first."""
-    budget: kit.units.Bytes = Field(default=0, ge=0)
+    budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit of its own. Jobs read the rest from the source. The
     same files stay in every run."""
     budget_inodes: int = Field(default=0, ge=0)
@@ -292,11 +291,11 @@ class FillSettings(kit.settings.Section):
 
     workers: int = Field(default=8, ge=1, le=64)
     """Processes that copy."""
-    bytes_per_second: kit.units.Bytes = Field(default=0, ge=0)
+    bytes_per_second: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes read from sources per second. 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
     """Maximum files read from sources per second. 0: no limit."""
-    jitter: kit.units.Seconds = Field(default=0.0, ge=0, le=86400)
+    jitter: kit.settings.Seconds = Field(default=0.0, ge=0, le=86400)
     """Longest random delay before the node fills a new snapshot. It keeps nodes from starting
     together. Manual warm and update do not wait."""
 
@@ -304,11 +303,11 @@ class FillSettings(kit.settings.Section):
 class ScrubSettings(kit.settings.Section):
     """Stored files are read against their checksums in the background, past the page cache."""
 
-    every: kit.units.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
+    every: kit.settings.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
     """Time between two checks of all stored files. 0: only after SSD errors."""
-    bytes_per_second: kit.units.Bytes = Field(default=20 * 1024**2, gt=0)
+    bytes_per_second: kit.settings.Bytes = Field(default=20 * 1024**2, gt=0)
     """Maximum bytes read from the SSD per second."""
-    crash_bytes_per_second: ClassVar[kit.units.Bytes] = 200 * 1024**2
+    crash_bytes_per_second: ClassVar[kit.settings.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
 
@@ -317,7 +316,7 @@ class CompareSettings(kit.settings.Section):
     """Datasets with 'freshness: frozen' are compared with their sources: a sample of the files, by
     their status alone. A difference is a finding; 'nodeagent dataset rescan NAME' takes it over."""
 
-    every: kit.units.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
+    every: kit.settings.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
     """Time between two comparisons of a frozen dataset with its source, give or take 10 %. 0:
     never. The agent mounts a CephFS for it."""
     entries: ClassVar[int] = 512
@@ -330,7 +329,7 @@ class CsiSettings(kit.settings.Section):
 
     enabled: bool = False
     """Serve CSI volumes to pods, and register with the kubelet."""
-    wait: ClassVar[kit.units.Seconds] = 20.0
+    wait: ClassVar[kit.settings.Seconds] = 20.0
     """How long one request of the kubelet may wait for a dataset before it is answered with the
     reason. The kubelet shows it as an event of the pod, pauses and asks again; it gives up a
     request after 2 minutes."""
@@ -346,21 +345,21 @@ class CacheSettings(kube.settings.RoomSettings):
     jobs read from the sources. Default: the disk on which the store was first. /: any disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
     """Directory of the views. Jobs read <views>/<name>/data. Mount <views>/<name> into pods."""
-    budget: kit.units.Bytes = Field(default=500 * 1024**3, gt=0)
+    budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
     """Maximum bytes of the store."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: only the reserve limits them."""
-    reserve: kit.units.Share = 0.1
+    reserve: kit.settings.Share = 0.1
     """Share of the SSD's bytes and inodes that stays free, so that the kubelet reports no
     DiskPressure. With `kubelet.config`: at least the kubelet's thresholds and an eighth more."""
-    refresh_interval: ClassVar[kit.units.Seconds] = 5.0
+    refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
-    source_timeout: ClassVar[kit.units.Seconds] = 15.0
+    source_timeout: ClassVar[kit.settings.Seconds] = 15.0
     """How long reaching a source may take before it is tried again."""
-    source_check: ClassVar[kit.units.Seconds] = 600.0
+    source_check: ClassVar[kit.settings.Seconds] = 600.0
     """How often it is checked that the source of a complete dataset is still the one that it was
     filled from. A CephFS is mounted for it, for less than a second."""
-    follow_interval: ClassVar[kit.units.Seconds] = 30.0
+    follow_interval: ClassVar[kit.settings.Seconds] = 30.0
     """How often the snapshots of a dataset with 'freshness: follow' are listed."""
     fill: FillSettings = FillSettings()
     """Limits of the fill."""

@@ -3,7 +3,7 @@
 The process (``nodeagent/``) serves an admin API, a command line, a status page, metrics and one
 settings file. It must not know which rooms exist, or each new route and command would be written in
 two places. So each room describes itself once, in its own ``room.py``, and ``nodeagent/rooms.py``
-lists these descriptions.
+lists these descriptions; ``nodeagent/groups.py`` their commands, of which one is loaded at a time.
 
 Handlers know nothing of the HTTP library: they take a ``Request`` and return a frozen dataclass or
 plain values, an ``Answer`` with a status of its own, or a ``Stream`` of lines; the server makes
@@ -11,9 +11,8 @@ JSON of them. They raise ``kit.errors``, of which the server makes status codes.
 may call a route; the room's openapi.yaml says the rest of it (scripts/openapi.py).
 
 A ``Room`` holds functions where it could hold objects (``build``, ``routes``, ``page``, a command's
-``load``): the command line reads every room's settings model but runs one command, and must not
-import what the agent needs; the agent must not import what commands need. ``named`` and ``calls``
-make them of the names of these objects.
+``load``): a command must not import what the agent needs; the agent must not import what commands
+need. ``named`` and ``calls`` make them of the names of these objects.
 """
 
 import asyncio
@@ -36,11 +35,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import kit.errors
 import kit.findings
-import kit.settings
 
 if TYPE_CHECKING:
     import click
     from prometheus_client.core import Metric
+
+    import kit.settings
 
 SettingsT = TypeVar("SettingsT", contravariant=True)
 Json = Mapping[str, Any]
@@ -262,6 +262,7 @@ class CommandContext(Protocol):
 class Command:
     """A command group of the command line: ``nodeagent NAME ...``."""
 
+    room: str
     name: str
     summary: str  # its line in ``nodeagent --help``
     load: Callable[[], "click.Group"]  # imports it
@@ -321,7 +322,7 @@ class Intent:
     short: Sequence[str]
     summary: str
     field: str  # of the settings section: a tuple of ``model``
-    model: type[kit.settings.Section]
+    model: "type[kit.settings.Section]"
     key: str  # the field of ``model`` that no two elements share
     many: str = ""
     without: Sequence[str] = ()  # fields of ``model`` that objects do not have
@@ -352,7 +353,7 @@ class Report:
     """
 
     field: str
-    model: type[kit.settings.Shown]
+    model: "type[kit.settings.Shown]"
     many: bool
     read: Callable[[Any], Any]  # component
     brief: Callable[[Any], str]  # what ``read`` gave -> a few characters for 'kubectl get'
@@ -406,10 +407,9 @@ class Room:
 
     name: str  # its section in the settings, its component's name, the origin of its findings
     summary: str  # describes the settings section; says what its absence means
-    settings: type[kit.settings.Section]  # it is a kube.settings.RoomSettings, too
+    settings: "type[kit.settings.Section]"  # it is a kube.settings.RoomSettings, too
     build: Build  # settings, state_dir, reporter -> component; no I/O
     routes: Callable[[], Sequence[Route]] = tuple
-    commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
     checks: Checks | None = None
     # The module of ``nodeagent uninstall``. ``find(settings, state_dir)``: traces as JSON, in the

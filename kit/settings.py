@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
+
+from kit import units
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -90,3 +92,8 @@ word = matching(r"[\w.+-]+", "a plain name (letters, digits and _.+-)")
 
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 Word = Annotated[str, AfterValidator(word)]
+Bytes = Annotated[int, BeforeValidator(units.parse_size), PlainSerializer(units.exact_size)]
+Seconds = Annotated[
+    float, BeforeValidator(units.parse_duration), PlainSerializer(units.exact_duration)
+]
+Share = Annotated[float, BeforeValidator(units.parse_share), PlainSerializer(units.exact)]

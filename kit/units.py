@@ -8,9 +8,6 @@ import datetime
 import decimal
 import math
 import re
-from typing import Annotated
-
-from pydantic import BeforeValidator, PlainSerializer
 
 _SIZES = {
     "": 1,
@@ -113,7 +110,7 @@ def from_rfc3339(text: str) -> float:
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
-def _setting_size(size: int) -> str:
+def exact_size(size: int) -> str:
     """The shortest exact form, so that effective settings can be read back unchanged."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if size and size % _SIZES[unit] == 0:
@@ -121,16 +118,11 @@ def _setting_size(size: int) -> str:
     return str(size)
 
 
-def _setting_duration(seconds: float) -> str:
-    return f"{_plain(seconds)}s"
+def exact_duration(seconds: float) -> str:
+    return f"{exact(seconds)}s"
 
 
-def _plain(number: float) -> str:
+def exact(number: float) -> str:
     """Exact, and without an exponent, which a setting may not have."""
     text = format(decimal.Decimal(repr(float(number))), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_setting_size)]
-Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_setting_duration)]
-Share = Annotated[float, BeforeValidator(parse_share), PlainSerializer(_plain)]

@@ -12,17 +12,20 @@ import typing
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pydantic
-import pydantic_core
 import yaml
 
 import kit.errors
 import kit.files
 import kit.redact
 import kit.slips
-from nodeagent.settings import GONE, Settings
+
+if TYPE_CHECKING:  # a client of the API looks for the socket alone (``glean``): it loads no model
+    import pydantic
+    import pydantic_core
+
+    from nodeagent.settings import Settings
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
@@ -44,7 +47,7 @@ def locate(given: Path | None) -> Path:
     return given or Path(os.environ.get(ENVIRONMENT) or DEFAULT_PATH)
 
 
-def load(path: Path) -> Settings:
+def load(path: Path) -> "Settings":
     """The settings in ``path``. SettingsError names the file, the line, the cause and a remedy."""
     try:
         text = read(path).decode("utf-8")
@@ -98,7 +101,7 @@ def _bytes(path: Path) -> bytes | None:
         return None
 
 
-def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:
+def load_or_last(path: Path, last_good: Path | None) -> "tuple[Settings, str]":
     """The settings in ``path`` and an empty text. When they cannot be used: those in ``last_good``,
     and why. SettingsError when neither can be used."""
     try:
@@ -180,8 +183,12 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
 
-def parse(text: str, origin: str) -> Settings:
+def parse(text: str, origin: str) -> "Settings":
     """The settings in ``text``; ``origin`` names it in errors. Raises SettingsError."""
+    import pydantic
+
+    from nodeagent.settings import Settings
+
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -249,8 +256,10 @@ def _refuse_duplicates(
 
 
 def _readable(
-    error: pydantic.ValidationError, root: yaml.Node, origin: str
+    error: "pydantic.ValidationError", root: yaml.Node, origin: str
 ) -> kit.errors.SettingsError:
+    from nodeagent.settings import GONE
+
     index: Index = {}
     found: dict[Place, tuple[int, pydantic_core.ErrorDetails, str | None]] = {}
     below: set[Place] = set()  # what has a mistake inside it
@@ -283,8 +292,10 @@ def _readable(
     return made
 
 
-def _known(problem: pydantic_core.ErrorDetails) -> list[str]:
+def _known(problem: "pydantic_core.ErrorDetails") -> list[str]:
     """The keys that a section may have where the problem is, those that it must have first."""
+    from nodeagent.settings import Settings
+
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
         location = location[:-1]
@@ -305,13 +316,15 @@ def _known(problem: pydantic_core.ErrorDetails) -> list[str]:
     return sorted(known, key=lambda name: not known[name])
 
 
-def _kind(model: type[pydantic.BaseModel]) -> str | None:
+def _kind(model: "type[pydantic.BaseModel]") -> str | None:
     kind = model.model_fields.get("kind")
     return None if kind is None else str(typing.get_args(kind.annotation)[0])
 
 
-def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
+def _models(annotation: Any) -> "list[type[pydantic.BaseModel]]":
     """The models inside an annotation."""
+    import pydantic
+
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _models(part)]
@@ -366,7 +379,7 @@ def _dotted(path: Place) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
-def dump(settings: Settings) -> str:
+def dump(settings: "Settings") -> str:
     """The effective settings, defaults included, as YAML in ASCII that reads back to the same."""
     plain: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
     return str(yaml.safe_dump(plain, sort_keys=False))

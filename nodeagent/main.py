@@ -2,7 +2,7 @@
 clients of the admin API.
 
 The rooms bring the rest (``kit.room.Command``). A room's commands are imported when one of them is
-called, so that ``nodeagent --help`` and the agent itself do not load what only they need.
+called, the settings' models when they are read: a client needs neither, and scripts call it often.
 """
 
 import asyncio
@@ -15,12 +15,10 @@ from typing import Any
 import click
 
 import kit.errors
-import kit.redact
 import kit.room
 from kit import terminal
-from nodeagent import configfile, rooms
+from nodeagent import SOCKET, configfile, groups
 from nodeagent.commands import status
-from nodeagent.settings import AdminSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -37,22 +35,19 @@ class Context:
         return None if (self.address or "unix:").startswith("unix:") else self.address
 
     def client(self) -> kit.room.Api:
-        # The HTTP client takes longer to import than all else.
         from nodeagent.commands import client
 
         if self.address is not None:
             return client.Client(self.address, self.token_file)
-        try:
-            path = configfile.load(self.config).admin.socket
-        except kit.errors.SettingsError as error:
-            if not os.path.lexists(self.config):
-                raise
-            # The agent may well run: with the settings before the slip, or their copy.
-            path = configfile.glean(self.config).socket or AdminSettings().socket
-            terminal.say(f"nodeagent: {error}; {path} is used", error=True)
-        return client.Client(f"unix://{path}")
+        if not os.path.lexists(self.config):
+            configfile.load(self.config)  # says what to do
+        # Of a slip the agent has a finding: it runs with the settings before it.
+        return client.Client(f"unix://{configfile.glean(self.config).socket or SOCKET}")
 
     def offline(self, room: str) -> tuple[Any, Path]:
+        from nodeagent import rooms
+        from nodeagent.settings import Settings
+
         try:
             settings = configfile.load(self.config)
         except kit.errors.SettingsError as error:
@@ -64,6 +59,8 @@ class Context:
         return settings.room(wanted), settings.state_dir
 
     def section(self, room: str, last_good: Path | None = None) -> kit.room.RoomSection:
+        from nodeagent.settings import Settings
+
         try:
             settings, problem = configfile.load_or_last(self.config, last_good)
         except kit.errors.SettingsError as error:
@@ -184,6 +181,7 @@ def doctor(ctx: Context, as_json: bool) -> None:
 def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> None:
     """List everything of ours on this node; with --yes take it off. No agent may run."""
     from nodeagent.commands import uninstall
+    from nodeagent.settings import Settings
 
     settings = configfile.load(ctx.config) if ctx.config.exists() else Settings()
     if os.geteuid() != 0:
@@ -247,8 +245,8 @@ def check(ctx: Context, file: Path | None, as_json: bool) -> None:
 for _whole in status.COMMANDS:
     cli.add_command(_whole)
 
-for _command in (command for room in rooms.ROOMS for command in room.commands):
-    cli.add_command(_Room(_command))
+for _group in groups.GROUPS:
+    cli.add_command(_Room(_group))
 
 
 def main() -> None:

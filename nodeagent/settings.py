@@ -13,7 +13,7 @@ import kit.settings
 import kit.units
 import kube.settings
 from kube.settings import RoomSettings
-from nodeagent import rooms
+from nodeagent import SOCKET, rooms
 
 LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
 _NO_LAYOUTS = (
@@ -145,7 +145,7 @@ class ApiSettings(kit.settings.Section):
 class AdminSettings(kit.settings.Section):
     """Where the agent listens, and who may do what (docs/security.md)."""
 
-    socket: kit.settings.AbsolutePath = Path("/run/nodeagent/admin.sock")
+    socket: kit.settings.AbsolutePath = SOCKET
     """Unix socket of the admin API. The command line uses it. Only root and `group` may use it."""
     group: str | None = None
     """Members of this group of the host may use the socket."""
@@ -179,9 +179,9 @@ class ClusterSettings(kube.settings.AccessSettings):
     namespace: str | None = None
     """Namespace of the Secrets for datasets and of the agents' Lease. Default: the namespace of the
     agent's account."""
-    interval: kit.units.Seconds = Field(default=10.0, ge=1, le=600)
+    interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Shortest time between two writes of this node's NodeStorage."""
-    drop_after: kit.units.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
+    drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
     """How long an object stays in force after it disappears without a deletion (restored etcd, lost
     node label). A deletion by kubectl takes effect at once."""
     conditions: bool = True

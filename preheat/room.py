@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import kit.settings
-from kit.room import Command, Intent, Report, Room, calls, named, whole
+from kit.room import Intent, Report, Room, calls, named, whole
 from preheat import settings
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ ROOM = Room(
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),
-    commands=(Command("image", "Container images kept ready.", named("preheat.commands:image")),),
     page=calls("preheat.api:sections"),
     checks=calls("preheat.doctor:checks"),
     traces=named("preheat.uninstall"),

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 import kit.errors
 import kit.settings
-import kit.units
 import kube.settings
 from preheat.image import manifest
 
@@ -34,7 +33,7 @@ class KeepFor(kit.settings.Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    duration: kit.units.Seconds = Field(alias="for", gt=0)
+    duration: kit.settings.Seconds = Field(alias="for", gt=0)
     """Long form of a time: `pin: {for: 72h}`. It counts from the last use or pull."""
 
 
@@ -74,9 +73,9 @@ class RetainSettings(kit.settings.Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    duration: kit.units.Seconds = Field(alias="for", gt=0)
+    duration: kit.settings.Seconds = Field(alias="for", gt=0)
     """How long after the last container that used the image. Images below 1 GiB are not kept."""
-    at_least: ClassVar[kit.units.Bytes] = 1024**3
+    at_least: ClassVar[kit.settings.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
 
@@ -92,7 +91,7 @@ class CredentialSettings(kit.settings.Section):
     """The kubelet's --image-credential-provider-config file. Needs `provider_dir`."""
     provider_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-bin-dir."""
-    provider_timeout: ClassVar[kit.units.Seconds] = 30.0
+    provider_timeout: ClassVar[kit.settings.Seconds] = 30.0
     """How long a provider plugin or a helper program may take."""
 
     @property
@@ -114,7 +113,7 @@ class FleetSettings(kit.settings.Section):
     """Number of nodes with these settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
     """Maximum nodes at one registry at a time. `spread` and `refresh` grow to keep it."""
-    bytes_per_second: ClassVar[kit.units.Bytes] = 100_000_000
+    bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
 
@@ -124,18 +123,18 @@ class PreheatSettings(kube.settings.RoomSettings):
 
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
-    pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
+    pin_budget: kit.settings.Bytes = Field(default=200 * 1024**3, gt=0)
     """Maximum bytes of pinned images. Shared layers count once. Never more than the kubelet leaves
     on the disk (imageGCLowThresholdPercent)."""
-    unknown_image: ClassVar[kit.units.Bytes] = 20 * 1024**3
+    unknown_image: ClassVar[kit.settings.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images that must be on the node."""
-    drop_after: kit.units.Seconds = Field(default=86400.0, ge=0)
+    drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
     """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
     if a listed image needs the budget, the agent releases it earlier. 0: at once."""
-    release_after: kit.units.Seconds | None = Field(default=None, ge=14400)
+    release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
     """containerd ends all pins when no agent ran for this time (4h or more). The kubelet does not
     see such pins: it deletes the images, and the agent restores them. Default: pins stay until
     'nodeagent image release-all'."""
@@ -148,26 +147,26 @@ class PreheatSettings(kube.settings.RoomSettings):
     hosts_dir: Annotated[str, AfterValidator(_directories)] = "/etc/containerd/certs.d"
     """containerd's registry configuration (config_path): mirrors, CAs, client certificates,
     headers. Separate several directories with ':'."""
-    refresh: kit.units.Seconds = Field(default=3600.0, ge=10)
+    refresh: kit.settings.Seconds = Field(default=3600.0, ge=10)
     """How often the agent looks up a tag, in case its digest changed."""
-    spread: kit.units.Seconds = Field(default=300.0, ge=0, le=86400)
+    spread: kit.settings.Seconds = Field(default=300.0, ge=0, le=86400)
     """Each node looks up and pulls a new image at its own moment in this time."""
     fleet: FleetSettings | None = None
     """Number of nodes, to protect registries. Not set: only `spread` protects them."""
     concurrency: int = Field(default=2, ge=1, le=16)
     """Parallel pulls on this node."""
-    bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
+    bytes_per_second: kit.settings.Bytes | None = Field(default=None, ge=64 * 1024)
     """Maximum download rate of all pulls. The agent then fetches layers itself. Not set: no limit;
     the runtime downloads."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC, when pulls may start. Empty: always. Pulls by an operator start at any
     time."""
-    attempt_timeout: ClassVar[kit.units.Seconds] = 7200.0
+    attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
-    stall_timeout: ClassVar[kit.units.Seconds] = 120.0
+    stall_timeout: ClassVar[kit.settings.Seconds] = 120.0
     """A pull without progress for so long is cancelled and continued by a new attempt. containerd
     shows progress in steps of 1 MiB a layer."""
-    partial_keep: ClassVar[kit.units.Seconds] = 86400.0
+    partial_keep: ClassVar[kit.settings.Seconds] = 86400.0
     """How long the bytes of an unfinished pull stay."""
     heals_per_hour: ClassVar[int] = 30
     """Most heals of one image in an hour: restoring a pinned image that garbage collection or

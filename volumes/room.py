@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import kit.settings
-from kit.room import Command, Report, Room, calls, named
+from kit.room import Report, Room, calls, named
 from volumes import settings
 
 if TYPE_CHECKING:
@@ -43,13 +43,6 @@ ROOM = Room(
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),
-    commands=(
-        Command(
-            "volume",
-            "Volumes: format guard, probes, ledger, audit.",
-            named("volumes.commands:volume"),
-        ),
-    ),
     page=calls("volumes.api:sections"),
     checks=calls("volumes.doctor:checks"),
     traces=named("volumes.uninstall"),

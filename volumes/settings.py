@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
-import kit.units
 import kube.settings
 from kit.findings import Severity
 from linux import blockdev
@@ -75,18 +74,18 @@ class GuardSettings(kit.settings.Section):
     """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
     nor its value. With a destructive command (cryptsetup luksFormat) anywhere in its arguments, the
     program needs a lease."""
-    lease: kit.units.Seconds = Field(default=150.0, ge=1, le=300)
+    lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
     """How long a blank device may be formatted. Must be longer than the kubelet's longest retry
     interval (122 s) and than one mkfs. After an unused lease, the next attempt gets a new one."""
-    settle: ClassVar[kit.units.Seconds] = 0.1
+    settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
-    quiet: ClassVar[kit.units.Seconds] = 60.0
+    quiet: ClassVar[kit.settings.Seconds] = 60.0
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
-    probe_timeout: kit.units.Seconds = Field(default=3.0, gt=0, le=60)
+    probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
     """A device that does not answer in this time gets the verdict 'timeout'."""
-    cluster_timeout: kit.units.Seconds = Field(default=5.0, gt=0, le=60)
+    cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
     """true: no automatic lease for an RBD image whose cluster is not in `volumes.clusters`. Then a
@@ -128,15 +127,15 @@ class WitnessSettings(kit.settings.Section):
 
     enabled: bool = True
     """The guard reads and marks PersistentVolumes. false: it does neither."""
-    timeout: ClassVar[kit.units.Seconds] = 3.0
+    timeout: ClassVar[kit.settings.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
     """Most requests of this node in a minute; marks use at most half of them."""
-    outage: ClassVar[kit.units.Seconds] = 600.0
+    outage: ClassVar[kit.settings.Seconds] = 600.0
     """While the API server does not answer, a new volume is refused for so long; then the guard
     decides as without a cluster. With 'volumes.clusters' the cluster's 'nothing is allocated' ends
     the wait."""
-    young: ClassVar[kit.units.Seconds] = 86400.0
+    young: ClassVar[kit.settings.Seconds] = 86400.0
     """A PersistentVolume that is older and reads as blank is refused, unless its cluster says that
     nothing is allocated, or it has the annotation nodeagent.io/allow-format with its uid."""
 
@@ -211,7 +210,7 @@ class LogSettings(kit.settings.Section):
     """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
     """Maximum lines per second and source. The agent drops and counts the rest."""
-    hold: ClassVar[kit.units.Seconds] = 900.0
+    hold: ClassVar[kit.settings.Seconds] = 900.0
     """A finding from a log line clears when the line stays away for so long."""
 
     @field_validator("sources")
@@ -246,13 +245,13 @@ class RepairSettings(kit.settings.Section):
     mode: Mode = "off"
     """Unmap broken mappings that nothing holds. off: only advise. dry-run: log what it would do.
     on: do it. Needs the audit, and `clusters` to detect a blocklist."""
-    settle: ClassVar[kit.units.Seconds] = 60.0
+    settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
     """Most mappings of this node that are unmapped in an hour."""
     per_volume: ClassVar[int] = 2
     """Most attempts for one volume in a day; a failed one counts."""
-    follow: ClassVar[kit.units.Seconds] = 900.0
+    follow: ClassVar[kit.settings.Seconds] = 900.0
     """How long a volume that was unmapped is waited for, to probe it when it is mapped again."""
     taint: bool = False
     """Taint this node (nodeagent.io/volume-repair:NoSchedule) during a repair. The agent's account
@@ -266,7 +265,7 @@ class RuleSettings(kit.settings.Section):
     """false: the rule is off."""
     severity: Severity | None = None
     """info, warning or critical. Default: the rule's own."""
-    patience: kit.units.Seconds | None = Field(default=None, ge=0)
+    patience: kit.settings.Seconds | None = Field(default=None, ge=0)
     """How long a problem must last to become a finding. Default: the rule's own."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
     """No finding if its subject, device, cgroup, pod, command or volume contains one of these
@@ -296,22 +295,22 @@ class AuditSettings(kit.settings.Section):
         "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
     """containerd's bundles, which hold the names of the pods."""
-    interval: ClassVar[kit.units.Seconds] = 300.0
+    interval: ClassVar[kit.settings.Seconds] = 300.0
     """Between two full scans when idle."""
-    busy_interval: ClassVar[kit.units.Seconds] = 60.0
+    busy_interval: ClassVar[kit.settings.Seconds] = 60.0
     """The same while mounts come and go."""
-    settle: ClassVar[kit.units.Seconds] = 1.0
+    settle: ClassVar[kit.settings.Seconds] = 1.0
     """Least time between two scans, however many mounts change."""
-    look_timeout: ClassVar[kit.units.Seconds] = 10.0
+    look_timeout: ClassVar[kit.settings.Seconds] = 10.0
     """After this a scan is abandoned and its result is unknown."""
-    clear_after: ClassVar[kit.units.Seconds] = 5.0
+    clear_after: ClassVar[kit.settings.Seconds] = 5.0
     """A finding clears when its trouble was gone for so long."""
-    cluster_interval: ClassVar[kit.units.Seconds] = 300.0
+    cluster_interval: ClassVar[kit.settings.Seconds] = 300.0
     """Between two questions to a cluster: 7,500 nodes then ask 25 times a second."""
-    cluster_wide_interval: ClassVar[kit.units.Seconds] = 3600.0
+    cluster_wide_interval: ClassVar[kit.settings.Seconds] = 3600.0
     """Between two questions about what is the same for every node (versions, features, the least
     client): of 7,500 nodes, two each second ask three commands."""
-    cluster_timeout: ClassVar[kit.units.Seconds] = 15.0
+    cluster_timeout: ClassVar[kit.settings.Seconds] = 15.0
     """After this a cluster's answer is unknown."""
     mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
     """Options that mounts of watched devices must have."""

@@ -26,7 +26,7 @@ from aiohttp import web
 import kit.errors
 import kit.redact
 from kit.room import Answer, Request, Role, Route, Stream
-from nodeagent import rooms
+from nodeagent import groups, rooms
 from nodeagent.api import access, own
 from nodeagent.shown import overview
 from nodeagent.state import RunningRoom, State
@@ -474,7 +474,7 @@ def heads_of(known: Iterable[kit.room.Room]) -> dict[str, kit.room.Room]:
 def _off(room: kit.room.Room) -> Handler:
     async def handle(_: web.Request) -> web.StreamResponse:
         raise kit.errors.RefusedError(
-            f"nodeagent {room.commands[0].name}",
+            f"nodeagent {groups.of(room.name)[0].name}",
             f"this is off on this node: the settings have no section '{room.name}'",
             "add the section, then restart the agent",
         )

@@ -1,15 +1,23 @@
-"""The client of the admin API, for the command line."""
+"""The client of the admin API, for the command line.
 
+aiohttp takes longer to import than all else of a command, so it is loaded for streams and TCP only.
+"""
+
+import asyncio
+import http.client
+import io
 import json
-from collections.abc import AsyncIterator
+import urllib.parse
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 import kit.errors
 import kit.files
+
+if TYPE_CHECKING:
+    import aiohttp
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -27,6 +35,16 @@ class RemoteError(kit.errors.AgentError):
 
 class RemoteDegradedError(RemoteError, kit.errors.DegradedError):
     """The agent answered that the part of it that was asked does not run."""
+
+
+class _Received:
+    """All that came over a socket; for http.client, which reads it as a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, _: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
 
 
 class Client:
@@ -48,7 +66,9 @@ class Client:
         # The host is not looked at: the socket leads to one agent.
         self._url = address.rstrip("/") if self._socket is None else "http://agent"
 
-    def _session(self, total: float | None) -> aiohttp.ClientSession:
+    def _session(self, total: float | None) -> "aiohttp.ClientSession":
+        import aiohttp
+
         headers = {}
         if self._token_file is not None:
             headers["Authorization"] = f"Bearer {self._token()}"
@@ -90,28 +110,56 @@ class Client:
         )
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        ask = self._over_tcp if self._socket is None else self._over_socket
+        return self._decode(*await ask(method, path, body, query))
+
+    async def text(self, path: str) -> str:
+        ask = self._over_tcp if self._socket is None else self._over_socket
+        text, status = await ask("GET", path, None, {})
+        if status >= 400:
+            self._decode(text, status)
+        return text
+
+    async def _over_tcp(
+        self, method: str, path: str, body: Any, query: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        """The text of an answer and its status."""
+        import aiohttp
+
         try:
             async with (
                 self._session(ANSWER_SECONDS) as session,
                 session.request(method, self._url + path, json=body, params=query) as response,
             ):
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return await response.text(), response.status
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
             raise self.unreachable(error) from error
-        return self._decode(text, response.status)
 
-    async def text(self, path: str) -> str:
+    async def _over_socket(
+        self, method: str, path: str, body: Any, query: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        """As ``_over_tcp``. HTTP/1.0: the answer lasts until the agent closes."""
+        content = b"" if body is None else json.dumps(body).encode()
+        question = f"?{urllib.parse.urlencode(query)}" if query else ""
+        target = urllib.parse.quote(path, safe="/%:@?=&") + question
+        lines = (
+            f"{method} {target} HTTP/1.0", "Host: agent", "Content-Type: application/json",
+            f"Content-Length: {len(content)}", "", "",
+        )  # fmt: skip
         try:
-            async with (
-                self._session(ANSWER_SECONDS) as session,
-                session.get(self._url + path) as response,
-            ):
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    reader, writer = await asyncio.open_unix_connection(self._socket)
+                try:
+                    writer.write("\r\n".join(lines).encode() + content)
+                    answer = await reader.read()
+                finally:
+                    writer.close()
+            response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]
+            response.begin()
+            return response.read().decode(), response.status
+        except (http.client.HTTPException, TimeoutError, OSError, UnicodeDecodeError) as error:
             raise self.unreachable(error) from error
-        if response.status >= 400:
-            self._decode(text, response.status)
-        return text
 
     def _decode(self, text: str, status: int) -> Any:
         try:
@@ -128,6 +176,8 @@ class Client:
         return answer
 
     async def lines(self, path: str) -> AsyncIterator[Any]:
+        import aiohttp
+
         try:
             async with self._session(None) as session, session.get(self._url + path) as response:
                 if response.status >= 400:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import datetime
-import importlib.metadata
 import math
 import os
 import platform
@@ -222,6 +221,8 @@ def man(context: click.Context) -> None:
 
 def _manual(root: click.Command) -> Iterator[str]:
     """The commands as man reads them."""
+    import importlib.metadata  # takes long
+
     yield f'.TH NODEAGENT 8 "" "nodeagent {importlib.metadata.version("nodeagent")}"'
     yield ".SH NAME\nnodeagent \\- node agent for GPU clusters"
     yield ".SH DESCRIPTION"

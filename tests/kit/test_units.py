@@ -56,12 +56,12 @@ def test_parse_share_refuses(text: object) -> None:
 
 @given(st.integers(0, 2**53))
 def test_setting_size_reads_back_exactly(size: int) -> None:
-    assert units.parse_size(units._setting_size(size)) == size
+    assert units.parse_size(units.exact_size(size)) == size
 
 
 @given(st.floats(0.0, 1e7).map(lambda value: round(value, 3)))
 def test_setting_duration_reads_back_exactly(seconds: float) -> None:
-    assert units.parse_duration(units._setting_duration(seconds)) == pytest.approx(
+    assert units.parse_duration(units.exact_duration(seconds)) == pytest.approx(
         seconds, rel=1e-12
     )
 
@@ -69,7 +69,7 @@ def test_setting_duration_reads_back_exactly(seconds: float) -> None:
 @given(st.integers(0, 9999))
 def test_setting_share_reads_back_exactly(tenths: int) -> None:
     share = tenths / 10_000
-    assert units.parse_share(units._plain(share)) == pytest.approx(share, rel=1e-12)
+    assert units.parse_share(units.exact(share)) == pytest.approx(share, rel=1e-12)
 
 
 @given(st.integers(0, 2**62))

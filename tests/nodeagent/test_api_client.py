@@ -1,5 +1,6 @@
 """The client of the admin API: answers, errors, streams, and servers that are not an agent."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from nodeagent.commands import client
 ERROR = {"thing": "view /v", "cause": "in use", "remedy": "end it", "exit_code": 6}
 
 
-@pytest.fixture
-async def url() -> AsyncIterator[str]:
+@pytest.fixture(params=["tcp", "socket"])
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     async def echo(request: web.Request) -> web.Response:
         return web.json_response(
             {
@@ -38,7 +39,9 @@ async def url() -> AsyncIterator[str]:
     app.add_routes([web.get("/error", error), web.get("/page", page), web.get("/lines", lines)])
     app.router.add_route("*", "/echo", echo)
     async with TestServer(app) as server:
-        yield str(server.make_url(""))
+        assert server.runner is not None
+        await web.UnixSite(server.runner, tmp_path / "s").start()
+        yield f"unix://{tmp_path}/s" if request.param == "socket" else str(server.make_url(""))
 
 
 async def test_call_sends_query_body_and_token(
@@ -47,14 +50,15 @@ async def test_call_sends_query_body_and_token(
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     made = client.Client(url, token)
-    with pytest.raises(kit.errors.SettingsError, match="clear text"):
-        await made.call("POST", "/echo")
+    if not url.startswith("unix:"):
+        with pytest.raises(kit.errors.SettingsError, match="clear text"):
+            await made.call("POST", "/echo")
     monkeypatch.setattr(client.Client, "_token", lambda _: "s3cret")
-    assert await made.call("POST", "/echo", {"a": 1}, limit=5) == {
+    assert await made.call("POST", "/echo", {"a": 1}, limit=5, after="é b&c") == {
         "method": "POST",
-        "query": {"limit": "5"},
+        "query": {"limit": "5", "after": "é b&c"},
         "body": {"a": 1},
-        "token": "Bearer s3cret",
+        "token": None if url.startswith("unix:") else "Bearer s3cret",
     }
 
 
@@ -79,3 +83,29 @@ async def test_lines_are_decoded(url: str) -> None:
         {"n": 0},
         {"n": 1},
     ]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"what?\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n\xff",
+    ],
+)
+async def test_answer_that_is_cut_short_or_no_http_is_no_answer(
+    answer: bytes, tmp_path: Path
+) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "s"):
+        with pytest.raises(kit.errors.UnreachableError):
+            await client.Client(f"unix://{tmp_path}/s").call("GET", "/v1/status")
+
+
+async def test_path_of_a_request_is_one_line(url: str) -> None:
+    with pytest.raises(kit.errors.UnreachableError, match="not an agent"):
+        await client.Client(url).call("GET", "/a b\r\nHost: x\r\n\r\n")

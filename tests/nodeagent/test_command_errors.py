@@ -44,9 +44,7 @@ def test_a_slip_in_the_settings_leaves_the_agent_reachable(
     found = main.Context(file, None).client()
     assert isinstance(found, client.Client)
     assert found.address == f"unix://{socket or '/run/nodeagent/admin.sock'}"
-    said = capsys.readouterr().err
-    assert str(file) in said
-    assert f"; {socket or '/run/nodeagent/admin.sock'} is used" in said
+    assert capsys.readouterr().err == "", "the agent's own finding tells of the slip"
 
 
 def test_without_a_settings_file_the_command_says_so(tmp_path: Path) -> None:

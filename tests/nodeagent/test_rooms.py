@@ -10,7 +10,7 @@ import pytest
 
 import kit.room
 import nodeagent
-from nodeagent import app, rooms
+from nodeagent import app, groups, rooms
 from nodeagent.settings import GONE
 from nodeagent.shown import overview, page
 
@@ -40,7 +40,8 @@ def test_only_the_registry_names_a_room() -> None:
         str(file.relative_to(PROCESS)): sorted(set(named(ast.parse(file.read_text()))))
         for file in PROCESS.rglob("*.py")
     }
-    assert found.pop("rooms.py") == sorted(NAMES)
+    for registry in ("rooms.py", "groups.py"):
+        assert found.pop(registry) == sorted(NAMES)
     # The table of settings that went has their paths.
     assert set(found.pop("settings.py")) <= {path.partition(".")[0] for path in GONE}
     assert len(found) > 10
@@ -64,10 +65,25 @@ def test_agent_imports_no_commands() -> None:
 
 def test_help_imports_no_room() -> None:
     modules = imported_by("from nodeagent import main; main.cli(['--help'], standalone_mode=False)")
-    assert {f"{name}.settings" for name in NAMES} <= modules
-    for name in NAMES:
-        assert not {f"{name}.{part}" for part in ("commands", "api", "component")} & modules
-    assert not {"aiohttp", "grpc", "structlog", "prometheus_client", "rich"} & modules
+    assert not NAMES & modules
+    assert not {"aiohttp", "grpc", "structlog", "prometheus_client", "pydantic", "rich"} & modules
+
+
+@pytest.mark.parametrize("words", ["status", "dataset list", "image list"])
+@pytest.mark.parametrize("text", ["admin: {socket: /none}\n", "cahce: {}\n"])
+def test_client_loads_neither_settings_nor_an_http_library(
+    words: str, text: str, tmp_path: Path
+) -> None:
+    """It runs in loops of scripts, beside jobs."""
+    (tmp_path / "a.yaml").write_text(text)
+    modules = imported_by(
+        "import contextlib, kit.errors; from nodeagent import main\n"
+        "with contextlib.suppress(kit.errors.UnreachableError):\n"
+        f"    main.cli({['--config', f'{tmp_path}/a.yaml', *words.split()]}, standalone_mode=False)"
+    )
+    assert "nodeagent.commands.client" in modules
+    assert not {f"{name}.settings" for name in NAMES} & modules
+    assert not {"aiohttp", "pydantic", "rich"} & modules
 
 
 @pytest.mark.parametrize("room", rooms.ROOMS, ids=lambda room: room.name)
@@ -81,7 +97,7 @@ def test_routes_that_change_need_a_role(room: kit.room.Room) -> None:
 def test_room_is_complete(room: kit.room.Room) -> None:
     assert room.summary
     assert room.routes()
-    for command in room.commands:
+    for command in groups.of(room.name):
         group = command.load()
         assert group.name == command.name
         assert group.commands
