@@ -114,7 +114,7 @@ def readers(pods: Sequence[str], used_by: str) -> Cell:
         number = f"{len(pods)} pod{'s' if len(pods) > 1 else ''}"
         return Cell(number, below=[*map(Cell, told[:MOST_SPACES]), *more])
     who, _, what = used_by.partition(": ")
-    return Cell(who or "nobody now", below=[Cell(what, style="code")] if what else [])
+    return Cell(who or "nobody", below=[Cell(what, style="code")] if what else [])
 
 
 def hits_cell(shown: status.ShownDataset) -> Cell:

@@ -400,11 +400,11 @@ def of_layer(layer: str, now: tuple[int, int], ours: int = 0) -> Iterator[str]:
                 known[key] = {mount.mount_id for mount in top}
                 for mount in top:
                     if _shows_layer(mount, layer, shown, now):
-                        yield f"it is mounted at {mount.target} (seen by pid {pid})"
+                        yield str(holder(pid, f"sees it at {mount.target}"))
         except OSError:
             continue  # just ended
         if pid not in left_out and (how := _stands_in_layer(place, pid, layer, device, known[key])):
-            yield f"pid {pid}: {how}"
+            yield str(holder(pid, how))
 
 
 def _shows_layer(

@@ -18,6 +18,7 @@ from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.pulling.reconciler import Reconciler
 from preheat.registry import estimate, failure, resolver
+from preheat.runtimes import base
 from preheat.runtimes.base import By
 
 # Every state an image can be in; also the label values of a metric.
@@ -297,8 +298,9 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         found.append(Finding(id, f"preheat-{rule}", severity, subject, message, advice, evidence))
 
     if reconciler.trouble:
-        advice = "check that it runs and that preheat.socket is its socket; pins stay in place"
-        find(Severity.CRITICAL, "runtime", "container runtime", reconciler.trouble, advice)
+        text = reconciler.trouble.removesuffix(f"; {base.LOOK}")
+        advice = f"{base.LOOK}; pins stay in place"
+        find(Severity.CRITICAL, "runtime", "container runtime", text, advice)
     if runtime.connection.breaker.rests > SHORT_REST_SECONDS:
         rests = runtime.connection.breaker.rests
         text = f"it went away after changing calls; the agent sends no more for {rests:.0f} s"

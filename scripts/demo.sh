@@ -13,6 +13,11 @@ if [ "$(id -u)" != 0 ]; then
   exit 4
 fi
 
+if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+  echo "make run: another program has port $port; try: NODEAGENT_PORT=$((port + 10)) make run" >&2
+  exit 4
+fi
+
 source=${NODEAGENT_SOURCE:-$here/source}
 if [ "$source" = "$here/source" ] && [ ! -e "$source/.made" ]; then
   echo "making a small dataset to cache: $source"

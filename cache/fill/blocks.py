@@ -22,6 +22,7 @@ from types import TracebackType
 
 import kit.errors
 import kit.files
+import kit.units
 from cache.fill import agent, control, protocol, space
 from cache.fill.agent import Ended
 from cache.store import filesystem, image_copy, manifest, ranges, subset
@@ -342,7 +343,8 @@ def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
         result, why = ended.result, ended.why
     done.report()
     if left:
-        result, why = "partial", f"{left} bytes more are needed than budget and reserve leave"
+        size = kit.units.format_size(left)
+        result, why = "partial", f"{size} more are needed than budget and reserve leave"
         if done.task.partly:
             why += "; the rest of the image is read from its source"
         else:

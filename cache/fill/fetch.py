@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import kit.files
+import kit.units
 from cache.fill.protocol import Fetch, Fetched
 from cache.store import published, tree
 from cache.store.published import ManifestError
@@ -136,7 +137,8 @@ def _compare(
 
 
 def _no_room(size: int) -> ManifestError:
-    return ManifestError(f"its {size} bytes do not fit on the SSD", "raise cache.budget")
+    said = kit.units.format_size(size)
+    return ManifestError(f"its {said} do not fit on the SSD", "raise cache.budget")
 
 
 def _other(where: str) -> ManifestError:

@@ -17,6 +17,7 @@ import os
 import time
 
 import kit.files
+import kit.units
 from cache.fill import agent, closing, large_files, opened, protocol
 from cache.fill.agent import Ended
 from cache.fill.coordinator import COPIES, HANGS, Coordinator, Pass, Staged
@@ -645,7 +646,7 @@ class FillPass(Pass):
         if self.silence.lasts and files:
             raise Ended("partial", f"{files} files are left: objects of the source do not answer")
         if self.full or self.no_room or files:
-            what = f"{files} files, {size} bytes" if files or self.skeleton else ""
+            what = f"{files} files, {kit.units.format_size(size)}" if files or self.skeleton else ""
             if not self.skeleton:
                 what += f"{' and ' if what else ''}directories that are not listed yet"
             raise Ended("partial", f"no room for {what}")

@@ -187,7 +187,7 @@ async def _wait_for_others(dataset: Dataset) -> None:
         raise _waits(dataset, why, "it is tried again") from error
     if left:
         why = "readers are still in an earlier view: " + "; ".join(left)
-        raise _waits(dataset, why, "it goes on when they have left")
+        raise _waits(dataset, why, "end them, or wait: it goes on when they have left")
 
 
 def _waits(dataset: Dataset, cause: str, remedy: str) -> kit.errors.HostError:

@@ -37,6 +37,7 @@ import msgspec
 import kit.errors
 import kit.files
 import kit.formats
+import kit.units
 from cache.store import disk, image_copy, index, large, manifest, subset, tree
 
 GENERATION_FORMAT = 1  # of generation.json
@@ -325,7 +326,7 @@ def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
         chunks = opened.lacking_room(limit - len(rows), (max(0, -number), name))
         for chunk, entry in chunks:
             path = tree.shown([*opened.path(chunk.directory), entry.name])
-            why = f"no room for its {entry.allocated} bytes on the SSD"
+            why = f"no room for its {kit.units.format_size(entry.allocated)} on the SSD"
             failures.append({"path": path, "reason": why})
             last = -chunk.id, entry.name
     more = f"{last[0]}/{os.fsencode(last[1]).hex()}" if last and len(failures) == limit else None

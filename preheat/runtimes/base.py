@@ -28,6 +28,9 @@ class RuntimeCallError(kit.errors.AgentError):
         self.code = code
 
 
+LOOK = "check that it runs and that preheat.socket is its socket"
+
+
 class RuntimeGoneError(RuntimeCallError):
     """No runtime listens on the socket, or it went away during the call."""
 

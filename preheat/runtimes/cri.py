@@ -86,16 +86,17 @@ class Method(Generic[RequestT, ResponseT]):
         code = error.code()
         details = _plain(error.details() or code.name)[:1000]
         if gone:
-            remedy = "check that it runs and that preheat.socket is its socket"
-            return base.RuntimeGoneError(self._name, details, remedy, code.name)
+            return base.RuntimeGoneError(self._name, details, base.LOOK, code.name)
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return base.RuntimeSlowError(self._name, "no answer in time", "", code.name)
         return base.RuntimeCallError(self._name, details, "", code.name)
 
 
 def _plain(details: str) -> str:
-    """gRPC writes the socket's path as in an address: %20 for a space."""
-    return re.sub(r"\bunix:\S+", lambda address: urllib.parse.unquote(address[0]), details)
+    """gRPC says the socket's path several times, and as in an address: %20 for a space."""
+    details = re.sub(r"^.* addr: unix:(\S+) error: ", r"unix:\1: ", details)
+    plain = re.sub(r"\bunix:\S+", lambda address: urllib.parse.unquote(address[0]), details)
+    return plain.removeprefix("unix:")
 
 
 def require(condition: bool, what: str) -> None:

@@ -1,9 +1,12 @@
 """What requests may ask of the cache, where the answer is no."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import cache
 import kit.errors
 from cache import api
 from kit.room import Request
@@ -34,7 +37,7 @@ def test_disk_of_the_store_is_divided_without_a_rest(
 
 
 READERS: tuple[tuple[list[str], str, str, list[str]], ...] = (
-    ([], "", "nobody now", []),
+    ([], "", "nobody", []),
     ([], "pid 7 (train.py): has /x open", "pid 7 (train.py)", ["has /x open"]),
     (["ml/a"], "pid 7 (train.py): has /x open", "1 pod", ["ml: a"]),
     (["ml/a", "ml/b", "web/c"], "", "3 pods", ["ml: a, b", "web: c"]),
@@ -51,3 +54,17 @@ def test_readers_are_pods_by_namespace_or_who_holds_the_view(
 ) -> None:
     cell = api.readers(pods, used_by)
     assert (cell.text, [each.text for each in cell.below]) == (text, below)
+
+
+# What is no amount of data but a count of bytes that decides something.
+COUNTS = {"LONGEST_SOCKET", "length", "len(page)", "now.st_size", "offset", "to"}
+
+
+def test_amounts_are_said_as_sizes() -> None:
+    said = {
+        f"{path.name}: {name}"
+        for path in Path(cache.__file__).parent.rglob("*.py")
+        for name in re.findall(r"[{]([^{}]+)[}] bytes", path.read_text())
+        if name not in COUNTS
+    }
+    assert said == set()

@@ -211,7 +211,7 @@ def test_mount_that_does_not_follow_is_waited_for(area: Path, node: Agent) -> No
             assert other.stdout is not None
             assert other.stdout.readline() == b"\n"
             set_budget(node, budget=whole // 2)
-            node.wait_for(lambda: "it is mounted at" in node.said(), 60, "the eviction to wait")
+            node.wait_for(lambda: "sees it at" in node.said(), 60, "the eviction to wait")
             assert kept(node) == before
         finally:
             other.kill()

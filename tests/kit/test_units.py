@@ -61,9 +61,7 @@ def test_setting_size_reads_back_exactly(size: int) -> None:
 
 @given(st.floats(0.0, 1e7).map(lambda value: round(value, 3)))
 def test_setting_duration_reads_back_exactly(seconds: float) -> None:
-    assert units.parse_duration(units.exact_duration(seconds)) == pytest.approx(
-        seconds, rel=1e-12
-    )
+    assert units.parse_duration(units.exact_duration(seconds)) == pytest.approx(seconds, rel=1e-12)
 
 
 @given(st.integers(0, 9999))

@@ -101,7 +101,7 @@ async def test_numbers_are_those_of_the_api(page: browser.Page, busy: busy_node.
         api, shown = await get(busy, f"/v1/datasets/{name}"), await row(page, name)
         files, data = api["files"], api["bytes"]
         texts = (
-            api["state"], api["used_by"].partition(": ")[0] or "nobody now", said_of_hits(api),
+            api["state"], api["used_by"].partition(": ")[0] or "nobody", said_of_hits(api),
             api["view"], api["generation"],
             size(api["store_bytes"]),
             f"{size(data['done'])} of {size(data['total'])}",
@@ -188,6 +188,8 @@ async def test_it_is_whole_without_script(page: browser.Page, busy: busy_node.Bu
     assert page.asked == [address(busy)]  # nothing live
     names = {each["name"] for each in await page.run(_ROWS)}
     assert {busy_node.COMPLETE, busy_node.WARMING, busy_node.PULLING} <= names
+    dead = "[...document.querySelectorAll('.copy, .filter')].filter(e => e.getClientRects().length)"
+    assert await page.run(f"{dead}.length") == 0, "no button that does nothing"
 
 
 _DID = """

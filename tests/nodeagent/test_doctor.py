@@ -113,6 +113,12 @@ async def test_result_says_what_is_wanted(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(each.wanted for each in found.values())
 
 
+async def test_no_settings_want_a_clock_that_something_synchronises(tmp_path: Path) -> None:
+    found = {each.name: each for each in await doctor.examine(tmp_path / "none")}
+    assert [found["root"].wanted, found["clock"].wanted] == [True, False]
+    assert found["clock"].said.startswith(("synchronised", "the kernel says"))
+
+
 async def test_unusable_settings_are_a_result(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("cahce: {}\n")

@@ -257,3 +257,13 @@ async def test_a_use_that_an_earlier_agent_noted_is_not_counted_again(
             assert status.image_plan(loop).reuse
         finally:
             await loop.stop()
+
+
+def test_runtime_that_is_away_is_advised_on_once(room: Preheat) -> None:
+    gone = base.RuntimeGoneError(
+        "container runtime (Version)", "/s: gone", base.LOOK, "UNAVAILABLE"
+    )
+    room.reconciler.trouble = str(gone)
+    (found,) = [each for each in status.findings(room.reconciler) if each.rule == "preheat-runtime"]
+    assert found.message == "container runtime (Version): /s: gone"
+    assert found.advice.startswith(base.LOOK)

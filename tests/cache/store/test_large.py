@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import kit.units
 from cache.fill import protocol, verify_worker
 from cache.store import extents, large, tree
 from tests.cache import passes
@@ -210,7 +211,10 @@ def test_one_that_does_not_fit_keeps_nobody_out(area: Path, begin: Callable[...,
     trees.plain(area / "source", 30, directories=2)
     fill = begin(budget=40 * 2**20)
     ended = fill.end()
-    assert (ended.result, ended.why) == ("partial", f"no room for 1 files, {SIZE} bytes")
+    assert (ended.result, ended.why) == (
+        "partial",
+        f"no room for 1 files, {kit.units.format_size(SIZE)}",
+    )
     assert fill.run.totals.done_files == 30
     assert parts(area / "generation") == []
 

@@ -89,7 +89,7 @@ async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
     try:
         with pytest.raises(base.RuntimeGoneError) as gone:
             await runtime.connection.read(cri.LIST_CONTAINERS, cri.Empty())
-        assert str(odd) in str(gone.value)
+        assert gone.value.cause == f"{odd}: No such file or directory"
         async with answering(plain, answer):
             odd.symlink_to(plain)
             answered = await waiting.until_async(lambda: _containers(runtime), 30, "an answer")
