@@ -57,7 +57,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
     ("state", "why", "code"),
     [
         ("complete", "", 0),
-        ("partial", "no room for 5 files, 500 bytes", 10),
+        ("partial", "no room for 5 files, 500 B", 10),
         ("cancelled", "", 11),
         ("removed", "", 11),
         ("failed", "the source hangs", 5),
@@ -116,6 +116,24 @@ def test_commands_print_only_json(
     fake.stream = [shown]
     assert run(monkeypatch, "dataset", *words, "--json") == 0
     json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [("partial", "no room    for 6 files, 600 B"), ("evicted", "evicted    6 files, 600 B")],
+)
+def test_show_tells_files_without_room_from_those_that_were_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fake: FakeAgent,
+    state: str,
+    told: str,
+) -> None:
+    files = {"total": 10, "done": 4, "failed": 0, "skipped": 0, "no_room": 6}
+    data = {"total": 1000, "done": 400, "no_room": 600}
+    fake.answers["a"] = dataset(state=state, files=files, bytes=data)
+    assert run(monkeypatch, "dataset", "show", "a") == 0
+    assert told in capsys.readouterr().out.splitlines()
 
 
 def test_remote_error_is_one_line(
