@@ -73,7 +73,8 @@ def of_object(
     of = _Object(asked, before, now)
     wanted = ready = refused = percent = size = behind = 0
     selected: list[tuple[str, kinds.ObjectStatus]] = []
-    waiting: list[str] = []
+    filling: list[str] = []
+    waiting: list[str] = []  # for something that they name, or for their agents
     refusing: list[str] = []
     nodes = list(nodes)
     chosen = of.chosen(nodes, observed, patient)
@@ -93,10 +94,11 @@ def of_object(
         elif not mine.accepted:
             refused += 1
             refusing.append(f"{each.node}: {mine.message}")
+        elif mine.message or not fresh:
+            waiting.append(f"{each.node}: {mine.message if fresh else 'its agent is silent'}")
         else:
-            why = mine.message or f"{mine.percent} %"
-            waiting.append(f"{each.node}: {why if fresh else 'its agent is silent'}")
-    reason, message = _reason(wanted, ready, behind, waiting, refusing)
+            filling.append(f"{each.node}: {mine.percent} %")
+    reason, message = _reason(behind, filling, waiting, refusing)
     complete = wanted > 0 and ready == wanted
     was = _condition(before, "Ready")
     if complete and behind and was.get("observedGeneration") == asked.generation:
@@ -201,12 +203,14 @@ class _Object:
 
 
 def _reason(
-    wanted: int, ready: int, behind: int, waiting: list[str], refusing: list[str]
+    behind: int, filling: list[str], waiting: list[str], refusing: list[str]
 ) -> tuple[str, str]:
     if refusing:
         return "Refused", _some(refusing)
     if waiting:
-        return "Filling", _some(waiting)
+        return "Waiting", _some(filling + waiting)
+    if filling:
+        return "Filling", _some(filling)
     if behind:
         return "Unknown", f"{behind} nodes have not said yet whether they have it"
     return "NoNodes", "no node is selected, or no agent runs there"

@@ -126,6 +126,18 @@ def test_another_account_may_scrape_and_another_certificate_may_serve() -> None:
 
 
 @pytest.mark.real
+def test_a_prometheus_without_the_operator_is_let_in_by_its_account() -> None:
+    """No kind of the operator is made: an API server that does not know it refuses the release."""
+    made = _render("metrics.serviceAccount.name=prom,metrics.serviceAccount.namespace=mon")
+    assert not {"PodMonitor", "PrometheusRule"} & {each["kind"] for each in made}
+    subjects = _of(made, "ClusterRoleBinding", "gpu-nodeagent--metrics")["subjects"]
+    assert {"kind": "ServiceAccount", "name": "prom", "namespace": "mon"} in subjects
+    assert "ca.crt" in _of(made, "Secret", "nodeagent--metrics")["data"]
+    (container,) = _of(made, "DaemonSet")["spec"]["template"]["spec"]["containers"]
+    assert "secure" in [each["name"] for each in container["ports"]]
+
+
+@pytest.mark.real
 def test_rules_are_those_of_the_alerts_and_link_where_the_site_says() -> None:
     for url, page in (("", "docs/runbook.md"), ("https://w.example/r", "https://w.example/r")):
         made = _render(f"prometheusRule.enabled=true,prometheusRule.runbookUrl={url}",

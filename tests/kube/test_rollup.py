@@ -39,6 +39,13 @@ def test_nodes_that_wait_are_named() -> None:
     assert condition(made)[2] == "n0: 40 %; n1: 40 %; n2: 40 % and 2 more"
 
 
+def test_node_that_says_why_it_lacks_it_does_not_look_like_a_fill() -> None:
+    why = "waiting: claim train/imagenett does not exist"
+    made = roll(node("a", ready=False, percent=40), node("b", ready=False, percent=0, message=why))
+    assert condition(made) == ("False", "Waiting", f"a: 40 %; b: {why}")
+    assert condition(roll(node("b", ready=False, age=3600.0)))[1] == "Waiting"
+
+
 def test_refusal_says_who_and_why() -> None:
     made = roll(node("a"), node("b", ready=False, accepted=False, message="no 'cache'"))
     assert condition(made) == ("False", "Refused", "b: no 'cache'")

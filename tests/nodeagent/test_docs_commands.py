@@ -24,6 +24,14 @@ MONITORED = (
     "helm upgrade nodeagent deploy/chart --namespace nodeagent --reset-then-reuse-values  --set "
     "metrics.podMonitor.enabled=true,prometheusRule.enabled=true,dashboards.enabled=true"
 )
+SCRAPED = (
+    "helm upgrade nodeagent deploy/chart --namespace nodeagent --reset-then-reuse-values  --set "
+    "metrics.serviceAccount.name=prometheus,metrics.serviceAccount.namespace=monitoring"
+)
+CA = (
+    "kubectl -n nodeagent get secret nodeagent--metrics -o jsonpath='{.data.ca\\.crt}' | "
+    "base64 -d >ca.crt"
+)
 REMOVED = (
     "helm upgrade nodeagent deploy/chart --namespace nodeagent --reset-then-reuse-values  --set "
     "pools.default.nodeSelector.removed=yes --set 'uninstall.nodes={gpu-1,gpu-2}'"
@@ -58,6 +66,8 @@ COVERED = {
         "SEED=12 KILLS=200 .venv/bin/python -m pytest -s tests/faults/test_kills.py",
     ): "tests/faults/test_kills.py",  # with fewer kills
     ("monitoring.md", MONITORED): "tests/deploy/test_chart_monitoring.py",
+    ("monitoring.md", SCRAPED): "tests/deploy/test_chart_monitoring.py",
+    ("monitoring.md", CA): "tests/deploy/test_chart_monitoring.py",  # the Secret's entry
     ("kubectl.md", "kubectl nodeagent status"): "tests/kube/test_fleet.py",
     ("kubectl.md", "python3 -m venv ~/.nodeagent"): "tests/fleet/test_install.py",
     (

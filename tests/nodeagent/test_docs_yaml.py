@@ -11,6 +11,7 @@ from nodeagent.settings import Settings
 from tests.testbed import docpages
 
 TOKENS = ("security.md", "# tokens.yaml:")  # the page, and how its block begins
+PROMETHEUS = ("monitoring.md", "# prometheus.yml")
 
 
 def written() -> list[docpages.Block]:
@@ -23,12 +24,12 @@ def written() -> list[docpages.Block]:
     ]
 
 
-def is_tokens(block: docpages.Block) -> bool:
-    return block.page == TOKENS[0] and block.text.startswith(TOKENS[1])
+def of(file: tuple[str, str], block: docpages.Block) -> bool:
+    return block.page == file[0] and block.text.startswith(file[1])
 
 
 def test_settings_in_the_docs_are_taken() -> None:
-    found = [each for each in written() if not is_tokens(each)]
+    found = [each for each in written() if not (of(TOKENS, each) or of(PROMETHEUS, each))]
     assert {each.page for each in found} >= {"preheat.md", "rbd.md", "security.md"}
     for block in found:
         sections = configfile.parse(block.text, f"{block.page}:{block.line}").model_fields_set
@@ -37,7 +38,7 @@ def test_settings_in_the_docs_are_taken() -> None:
 
 
 def test_file_of_tokens_in_the_docs_is_taken(tmp_path: Path) -> None:
-    (block,) = [each for each in written() if is_tokens(each)]
+    (block,) = [each for each in written() if of(TOKENS, each)]
     file = tmp_path / "tokens.yaml"
     file.write_text(re.sub(r"(\w+)…", lambda cut: cut[1].ljust(64, "0"), block.text))
     assert {caller.name for _, caller in rotation.read_tokens(file)} == {

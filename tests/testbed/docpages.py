@@ -83,8 +83,10 @@ def all_blocks() -> list[Block]:
 
 
 def is_object(document: Mapping[str, object]) -> bool:
-    """Whether a document of a YAML block is an object of a cluster, or a part of a pod."""
-    return "kind" in document or document.keys() <= {"metadata", "spec", "volumes", "containers"}
+    """Whether a document of a YAML block is an object of a cluster, or a part of a pod. The section
+    ``volumes`` of the settings is a map, a pod's volumes are a list."""
+    part = document.keys() <= {"metadata", "spec", "volumes", "containers"}
+    return "kind" in document or (part and not isinstance(document.get("volumes"), dict))
 
 
 def pattern(expected: str) -> re.Pattern[str]:

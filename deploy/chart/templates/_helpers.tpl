@@ -123,12 +123,12 @@ nodeagent/pool: {{ .pool }}
 {{- toYaml $all -}}
 {{- end -}}
 
-{{/* "true" when Prometheus' operator is to scrape the agents. */}}
+{{/* "true" when a Prometheus is to scrape the agents: by its operator, or by its own account. */}}
 {{- define "nodeagent.scraped" -}}
-{{- $metrics := .Values.metrics -}}
-{{- if (($metrics).podMonitor).enabled -}}
-{{- include "nodeagent.given" (dict "root" . "paths" (list "metrics.port" "metrics.podMonitor.interval" "metrics.podMonitor.scrapeTimeout")) -}}
+{{- $metrics := .Values.metrics | default dict -}}
 {{- $account := $metrics.serviceAccount | default dict -}}
+{{- if or ($metrics.podMonitor).enabled $account.name $account.namespace -}}
+{{- include "nodeagent.given" (dict "root" . "paths" (list "metrics.port" "metrics.podMonitor.interval" "metrics.podMonitor.scrapeTimeout")) -}}
 {{- if ne (empty $account.name) (empty $account.namespace) -}}
 {{- fail (printf "metrics.serviceAccount has name %q and namespace %q: an account has both. Set both, or neither" (toString $account.name) (toString $account.namespace)) -}}
 {{- end -}}
