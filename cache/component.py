@@ -18,6 +18,7 @@ import kit.findings
 import kit.formats
 import kit.pause
 import kit.room
+import kit.tasks
 from cache import status
 from cache.csi import driver
 from cache.dataset import figures, kept, presence, view_watch
@@ -275,9 +276,7 @@ class Cache:
                 task.cancel()
         await self.csi.stop()
         await asyncio.gather(*(d.stop() for d in self.datasets.values()))
-        for task in self._minders:
-            task.cancel()
-        await asyncio.gather(*self._minders, return_exceptions=True)
+        await kit.tasks.end(*self._minders)
         await self.soundness.stop()
         if self._scheduler is not None:
             # It writes the outcome of the pass, which was cancelled above.
@@ -363,10 +362,8 @@ class Cache:
         dataset = self.datasets.pop(name)
         self._past += dataset.totals()
         del self.successions[name]
-        tasks = [self._tasks.pop(key) for key in list(self._tasks) if key[0] == name]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        keys = [key for key in self._tasks if key[0] == name]
+        await kit.tasks.end(*(self._tasks.pop(key) for key in keys))
         await dataset.stop()
         log.warning("dataset is no longer in the settings; its view and store stay", dataset=name)
         await self._look_for_orphans()

@@ -27,6 +27,7 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.findings
+import kit.tasks
 from linux import nvml
 from nodeagent import configfile, events, gpus, memory, state, supervisor, watchdog
 from nodeagent.api import listeners
@@ -155,9 +156,7 @@ class Agent:
             for task in done:
                 task.result()  # its error ends the agent
         finally:
-            for task in (announcing, *tasks):
-                task.cancel()
-            await asyncio.gather(announcing, *tasks, return_exceptions=True)
+            await kit.tasks.end(announcing, *tasks)
 
     async def _announce(self) -> None:
         for each in self._supervisors:

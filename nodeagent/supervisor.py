@@ -14,6 +14,7 @@ import structlog
 
 import kit.errors
 import kit.findings
+import kit.tasks
 from kit import processes
 from kit.pause import Backoff
 from nodeagent.state import RunningRoom, State
@@ -59,17 +60,12 @@ class Supervisor:
         """Never ends. The first start waits for ``before``'s, at most ``ORDER_SECONDS``."""
         processes.in_share(self.name)
         if before is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ORDER_SECONDS):  # wait_for can lose a cancel
-                    await before.tried.wait()
+            await kit.tasks.until(before.tried, ORDER_SECONDS)
         while True:
             self._wake.clear()
             well = await self._step()
             self.tried.set()
-            pause = RECONCILE_SECONDS if well else self._backoff.next()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
+            await kit.tasks.until(self._wake, RECONCILE_SECONDS if well else self._backoff.next())
 
     async def _step(self) -> bool:
         try:

@@ -3,11 +3,13 @@
 import ast
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Iterator
 
 WIDTH = 120
+_TIED = "\0"  # a space at which no line ends
 
 
 def text(given: str) -> str:
@@ -22,9 +24,11 @@ def item(name: str, notes: str = "", meaning: str = "") -> str:
 
 
 def wrapped(given: str, indent: str = "") -> str:
+    """No line ends inside code, unless that is longer than a line can be."""
+    tied = re.sub(r"`[^`]{1,100}`", lambda code: code[0].replace(" ", _TIED), given)
     return textwrap.fill(
-        given, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+        tied, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace(_TIED, " ")
 
 
 def reflowed(page: str) -> str:

@@ -6,10 +6,10 @@ and that no finding and no alert is missing.
 """
 
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pages
 import yaml
 
 from nodeagent.shown import page
@@ -17,11 +17,10 @@ from volumes.audit import evaluate
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "runbook.md"
-WIDTH = 118
 _PAGE = re.compile(r"docs/(\w+\.md)(?:#([\w-]+))?")
-# What stands in quotes is a command or a word to type; 's is none.
+# A command or a word to type. An apostrophe begins none.
 _QUOTED = re.compile(r"(?<!\w)'([^'\n]+)'(?!\w)")
-_TIED = "\0"  # a space at which no line ends
+_STEP = re.compile(r"\d+\. |\* ")
 
 HEAD = """\
 # Runbook
@@ -127,15 +126,10 @@ def _linked(text: str, names: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _wrapped(text: str, indent: str = "") -> Iterator[str]:
-    """Lines of a paragraph or of a step; no line ends inside code."""
-    if re.match(r"\d+\. |\* ", text):
-        indent += " " * len(text.split(" ")[0]) + " "
-    tied = re.sub(r"`[^`]+`", lambda m: m[0].replace(" ", _TIED), text)
-    for line in textwrap.wrap(
-        tied, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    ):
-        yield line.replace(_TIED, " ")
+def _wrapped(text: str) -> list[str]:
+    """Lines of a paragraph or of a step."""
+    step = _STEP.match(text)
+    return pages.wrapped(text, " " * len(step[0]) if step else "").split("\n")
 
 
 def severities() -> Mapping[str, str]:
@@ -167,11 +161,11 @@ def _steps(text: str) -> Iterator[str]:
     """Sentences, and lists with an empty line before and after."""
     listed = False
     first, *more = text.split("\n")
-    if re.match(r"\d+\. |\* ", first):
+    if _STEP.match(first):
         first, more = "", [first, *more]
     yield from _wrapped(f"**Do:** {first}".rstrip())
     for line in more:
-        step = re.match(r"\d+\. |\* ", line) is not None
+        step = _STEP.match(line) is not None
         if step is not listed:
             yield ""
         listed = step

@@ -20,6 +20,7 @@ import cachetools
 import structlog
 
 import kit.findings
+import kit.tasks
 from kit.room import Role
 from kube import client
 from kube.settings import ThisNode
@@ -139,9 +140,7 @@ class Reviews:
         )
 
     async def close(self) -> None:
-        for task in list(self._asking.values()):
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await kit.tasks.end(*self._asking.values())
         for server in self._servers.values():
             await server.close()
 

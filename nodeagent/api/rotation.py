@@ -28,6 +28,7 @@ import kit.files
 import kit.findings
 import kit.settings
 import kit.slips
+import kit.tasks
 import kit.units
 from kit.room import Role
 from nodeagent.api import access
@@ -226,13 +227,10 @@ async def following(
 
     task = asyncio.create_task(follow(), name="rotation")
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_LOOK_SECONDS):
-                await looked.wait()
+        await kit.tasks.until(looked, FIRST_LOOK_SECONDS)
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await kit.tasks.end(task)
 
 
 # --- tokens

@@ -29,6 +29,7 @@ import kit.files
 import kit.findings
 import kit.formats
 import kit.pause
+import kit.tasks
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
 from nodeagent.settings import ClusterSettings, Settings
@@ -141,9 +142,7 @@ class Follower:
             for task in done:
                 task.result()
         finally:
-            for task in (*tasks, working):
-                task.cancel()
-            await asyncio.gather(*tasks, working, return_exceptions=True)
+            await kit.tasks.end(*tasks, working)
             await self.server.close()
 
     async def _work(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:

@@ -108,7 +108,7 @@ def test_a_job_does_not_undo_what_an_operator_stopped(
 
 
 def test_scripts_touch_no_view_and_its_hold_enters_it(scripts: Scripts) -> None:
-    """A view of a dead CephFS hangs whoever asks for it; here there is none yet."""
+    """A program that asks for a view of a dead CephFS hangs. In this test there is no view yet."""
     (scripts.views / "coco").mkdir(parents=True)
     scripts.prolog("coco")
     place = scripts.views / "coco" / "data"
