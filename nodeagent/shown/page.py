@@ -245,8 +245,10 @@ def _spark(points: Sequence[float | None], top: float) -> str:
 def _text(cell: kit.room.Cell) -> str:
     text = escape(cell.text) if cell.style else rich(cell.text)
     if tag := _TAGS.get(cell.style):
-        short = " class=short" if len(cell.text) <= LONGEST_UNBROKEN else ""
-        text = f"<{tag}{short}>{text.replace('/', '/<wbr>')}</{tag}>"
+        if len(cell.text) <= LONGEST_UNBROKEN:
+            text = f"<{tag} class=short>{text}</{tag}>"
+        else:
+            text = f"<{tag}>{text.replace('/', '/<wbr>')}</{tag}>"
     return f"<span class='tone {escape(cell.tone)}'>{text}</span>" if cell.tone else text
 
 
