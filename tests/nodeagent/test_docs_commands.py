@@ -55,6 +55,10 @@ COVERED = {
         "upgrade.md",
         "kubectl apply --server-side -f deploy/manifests/crds.yaml",
     ): "tests/deploy/test_release.py",  # an upgrade: test_node_rounds.py
+    (
+        "guard.md",
+        "kubectl get daemonsets --all-namespaces -o wide | grep -w csi-rbdplugin",
+    ): "tests/kube/test_docs.py",
     ("audit.md", "nodeagent volume findings"): "tests/volumes/audit/test_status.py",
     (
         "cache.md",
