@@ -1,6 +1,7 @@
 """``nodeagent volume``: the format guard, probes, the ledger and the volume audit.
 
 Status, mode and detach are a kill switch and also work without an agent, straight at the kernel.
+What works there is imported there: it takes a second of the processor, and most commands only ask.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,12 +23,11 @@ from kit import terminal
 from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
-from volumes import settings
 from volumes.guard import explain as explain_device
-from volumes.guard import override, without_agent
-from volumes.guard import status as volume_status
 from volumes.ledger import store
-from volumes.probe import prober
+
+if TYPE_CHECKING:
+    from volumes import settings
 
 _REASON = click.option("--reason", default="", help="Why; kept in the operator log.")
 _DIRECT = click.option(
@@ -115,13 +115,13 @@ def _as_root() -> None:
         )
 
 
-def _section(ctx: CommandContext) -> tuple[settings.VolumesSettings, Path]:
+def _section(ctx: CommandContext) -> "tuple[settings.VolumesSettings, Path]":
     """Settings and state directory of this node, for work without the agent."""
     _as_root()
     return ctx.offline("volumes")
 
 
-def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
+def _offline(ctx: CommandContext) -> "tuple[settings.GuardSettings, Path]":
     section, state_dir = _section(ctx)
     return section.guard, state_dir
 
@@ -133,7 +133,9 @@ def _usable(ctx: CommandContext) -> None:
         raise section.error
 
 
-def _status_now(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+def _status_now(wanted: "settings.GuardSettings", state_dir: Path) -> dict[str, Any]:
+    from volumes.guard import without_agent
+
     return asyncio.run(without_agent.kernel_status(wanted, state_dir))
 
 
@@ -188,6 +190,8 @@ def set_mode(ctx: CommandContext, mode: str, reason: str, direct: bool) -> Shown
     """Change the mode now, over the settings file; 'settings' returns to the file."""
 
     def here() -> Any:
+        from volumes.guard import override
+
         if mode == "settings":
             _usable(ctx)
         wanted, state_dir = _offline(ctx)
@@ -212,6 +216,8 @@ def detach(ctx: CommandContext, reason: str, direct: bool) -> Shown:
     """The kill switch: detach the program from the kernel, until set-mode."""
 
     def here() -> Any:
+        from volumes.guard import override
+
         wanted, state_dir = _offline(ctx)
         done = asyncio.run(override.detach(wanted, state_dir, _who(), reason))
         return _status_now(wanted, state_dir) | {"warnings": list(done.warnings)}
@@ -232,6 +238,8 @@ def attach(ctx: CommandContext, last_good: Path | None) -> Shown:
     the exit code is 3. After a boot, when nothing is attached, the settings that were last in force
     count instead.
     """
+    from volumes.guard import without_agent
+
     _as_root()
     section = ctx.section("volumes", last_good)
     status = asyncio.run(without_agent.attach(section))
@@ -271,6 +279,9 @@ def probe(ctx: CommandContext, device: str, as_json: bool, output: str | None) -
     exit code of a device that cannot be read is 5."""
 
     def here() -> Any:
+        from volumes.guard.status import describe_probe
+        from volumes.probe import prober
+
         wanted, state_dir = _offline(ctx)
         found = blockdev.by_path(device)
 
@@ -283,7 +294,7 @@ def probe(ctx: CommandContext, device: str, as_json: bool, output: str | None) -
 
         seen = asyncio.run(examine())
         known = _ledger(state_dir).get(found.volume)
-        return volume_status.describe_probe(found, seen, known)
+        return describe_probe(found, seen, known)
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
     answer = _ask(ctx, request, here)
@@ -300,6 +311,8 @@ def explain(ctx: CommandContext, device: str, direct: bool) -> Shown:
     name = os.path.realpath(device)
 
     def here() -> Any:
+        from volumes.guard import without_agent
+
         section, state_dir = _section(ctx)
         return asyncio.run(without_agent.explained(name, section, state_dir))
 
@@ -451,19 +464,25 @@ def _finding_lines(findings: list[dict[str, Any]]) -> Iterator[str]:
 @click.option("--rule", help="Only this rule.")
 def findings(ctx: CommandContext, rule: str | None) -> Shown:
     """What is wrong with this node's volumes, and what to do about it."""
-    from volumes.audit import evaluate  # the rules themselves; no other command needs them
-
-    known = {each.name for each in evaluate.RULES}
     every = terminal.call(ctx, "GET", "/v1/audit/findings")["findings"]
-    if rule is not None and rule not in known | {each["rule"] for each in every}:
-        raise kit.errors.NotFoundError(
-            f"--rule {rule}", "there is no such rule", f"use one of {', '.join(sorted(known))}"
-        )
+    if rule is not None and rule not in {each["rule"] for each in every}:
+        _is_rule(rule)
     none = ["no findings; 'nodeagent volume audit' shows what the audit can see"]
     return (
         [each for each in every if rule in (None, each["rule"])],
         lambda found: _finding_lines(found) if found else none,
     )
+
+
+def _is_rule(name: str) -> None:
+    """NotFoundError unless a rule has this name."""
+    from volumes.audit import evaluate  # the rules themselves; no other command needs them
+
+    known = sorted(each.name for each in evaluate.RULES)
+    if name not in known:
+        raise kit.errors.NotFoundError(
+            f"--rule {name}", "there is no such rule", f"use one of {', '.join(known)}"
+        )
 
 
 @terminal.command(volume, "audit")

@@ -69,7 +69,9 @@ def test_help_imports_no_room() -> None:
     assert not {"aiohttp", "grpc", "structlog", "prometheus_client", "pydantic", "rich"} & modules
 
 
-@pytest.mark.parametrize("words", ["status", "dataset list", "image list"])
+@pytest.mark.parametrize(
+    "words", ["status", "dataset list", "image list", "volume list", "volume findings"]
+)
 @pytest.mark.parametrize("text", ["admin: {socket: /none}\n", "cahce: {}\n"])
 def test_client_loads_neither_settings_nor_an_http_library(
     words: str, text: str, tmp_path: Path
