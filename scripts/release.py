@@ -8,11 +8,14 @@ The version is that of pyproject.toml, and the checkout has to be clean and at t
 
 import argparse
 import hashlib
+import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -165,8 +168,23 @@ def image(out: Path, version: str) -> None:
         print(f"release: no image, {why}; 'docker build .' makes one", file=sys.stderr)
         return
     lines = said(sys.executable, "scripts/image.py", "build").splitlines()
-    for made, name in zip(lines[-2:], ("image.tar", "image.cdx.json"), strict=True):
-        shutil.copy(made, out / f"nodeagent-{version}-{name}")
+    archive, listed = lines[-2:]
+    _named(Path(archive), out / f"nodeagent-{version}-image.tar", f"localhost/nodeagent:{version}")
+    shutil.copy(listed, out / f"nodeagent-{version}-image.cdx.json")
+
+
+def _named(archive: Path, to: Path, name: str) -> None:
+    """A copy of an OCI archive whose image has another name: the build's names are digests."""
+    with tarfile.open(archive) as old, tarfile.open(to, "w") as new:
+        for member in old:
+            content = old.extractfile(member)
+            if content is not None and member.name == "index.json":
+                index = json.load(content)
+                (manifest,) = index["manifests"]
+                manifest["annotations"]["org.opencontainers.image.ref.name"] = name
+                text = json.dumps(index).encode()
+                member.size, content = len(text), io.BytesIO(text)
+            new.addfile(member, content)
 
 
 def sums(out: Path) -> None:

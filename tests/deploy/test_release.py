@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def oci(tmp_path_factory: pytest.TempPathFactory) -> Iterator[registry.Registry]
 def released(clone: Path, oci: registry.Registry) -> Path:
     out = clone.parent / "out"
     to = f"oci://127.0.0.1:{oci.port}/charts"
-    done = release(clone, "--out", str(out), "--no-image", "--to", to, "--plain-http")
+    done = release(clone, "--out", str(out), "--to", to, "--plain-http")
     assert done.returncode == 0, done.stderr
     return out
 
@@ -109,7 +110,8 @@ def test_release_is_whole_and_a_registry_has_its_chart(
     assert names == {
         WHEEL, f"nodeagent-{VERSION}.tgz", f"nodeagent-{VERSION}.cdx.json", "crds.yaml",
         "runtime.txt", "gpu.txt", "install.sh", "nodeagent.service", "NOTES.md", "LICENSE",
-        "NOTICE", "SHA256SUMS",
+        "NOTICE", "SHA256SUMS", f"nodeagent-{VERSION}-image.tar",
+        f"nodeagent-{VERSION}-image.cdx.json",
     }  # fmt: skip
     done = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=released)
     assert done.returncode == 0
@@ -125,6 +127,12 @@ def test_release_is_whole_and_a_registry_has_its_chart(
     listed = (released / f"nodeagent-{VERSION}.cdx.json").read_text()
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(listed) is None
     assert "aiohttp" in [each["name"] for each in json.loads(listed)["components"]]
+    with tarfile.open(released / f"nodeagent-{VERSION}-image.tar") as archive:
+        index = archive.extractfile("index.json")
+        assert index is not None
+        (manifest,) = json.load(index)["manifests"]
+        name = manifest["annotations"]["org.opencontainers.image.ref.name"]
+        assert name == f"localhost/nodeagent:{VERSION}"
     notes = (released / "NOTES.md").read_text()
     assert notes.startswith(f"## {VERSION}, today") and "\n## " not in notes
 
