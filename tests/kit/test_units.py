@@ -31,7 +31,9 @@ def test_parse_size(text: object, size: int) -> None:
     assert units.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 gib", "1K", "1m", "1Gib", True, None, [], "1e3", "1%"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1 gib", "1K", "1m", "1Gib", True, None, [], "1e3", "1%"]
+)
 def test_parse_size_refuses_with_example(text: object) -> None:
     with pytest.raises(ValueError, match=r"GiB"):
         units.parse_size(text)
