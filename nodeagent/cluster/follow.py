@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -31,7 +32,7 @@ import kit.formats
 import kit.pause
 import kit.tasks
 from kube import client, watching
-from nodeagent.cluster import intent, kinds, requests
+from nodeagent.cluster import intent, kinds, requests, rollup
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import MOST_FINDINGS, State
 
@@ -44,9 +45,25 @@ SECRET_SECONDS = 600.0
 SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
 MOST_SECRETS = 20  # that are read in one go
 RELEASE_SECONDS = 180.0
+CHOOSE_SECONDS = 300.0  # between two looks at what all nodes report
 ORIGIN = "agent.kubernetes"
+# NodeStorages in one answer: with many datasets one has some kilobytes, and all of 7,500 nodes
+# would be more than an answer may have.
+PAGE = 500
 # A file of a Secret, also half written (``kit.files.save``).
 _WRITTEN = re.compile(r"\.?(?P<name>[0-9a-f]{64})(\.new)?")
+
+
+def node_storages(server: client.ApiServer) -> watching.Watch[rollup.View]:
+    """Of all nodes."""
+    return watching.Watch[rollup.View](
+        server,
+        f"{kinds.API}/{kinds.NODE_STORAGES}",
+        about=kinds.NODE_STORAGES,
+        keep=rollup.view,
+        changed=lambda: None,
+        page=PAGE,
+    )
 
 
 class Follower:
@@ -83,6 +100,9 @@ class Follower:
             changed=self._changed.set,
             query={"fieldSelector": f"metadata.name={self.name}"},
         )
+        self.nodes = node_storages(self.server)
+        self._chosen_at = -math.inf
+        self._doubts: dict[intent.Key, bool] = {}  # what was taken from this node: wrongly?
 
     # --- what others ask
 
@@ -149,7 +169,7 @@ class Follower:
         while True:
             self._changed.clear()
             before = self._known
-            self._known = self._step()
+            self._known = self._step(await self._doubted())
             await self._read_secrets()
             if self._known != before:
                 await self._save()
@@ -165,7 +185,32 @@ class Follower:
                     await self._changed.wait()
                     await asyncio.sleep(SETTLE_SECONDS)
 
-    def _step(self) -> intent.Known:
+    async def _doubted(self) -> set[intent.Key]:
+        """What ``status.chosen`` takes from this node and it keeps: only when the nodes' own
+        reports say the same is it given up. Whoever breaks into one node can write a status."""
+        now, known = time.time(), self._known
+        due = {
+            key: asked
+            for key, asked in self.candidates.items()
+            if key in known.wishes
+            and not asked.kept_by(self.name, known.labels)
+            and known.until.get(key, now + self.asked.drop_after) <= now
+        }
+        self._doubts = {key: doubt for key, doubt in self._doubts.items() if key in due}
+        if due and time.monotonic() >= self._chosen_at:
+            self._chosen_at = time.monotonic() + kit.pause.jittered(CHOOSE_SECONDS)
+            try:
+                await self.nodes.look()
+                views = list(self.nodes.objects.values())
+                self._doubts = {
+                    key: self.name in rollup.placed(asked, views, now) for key, asked in due.items()
+                }
+            except client.KubeError as error:
+                log.warning("what all nodes report is not known", why=str(error))
+            self.nodes.forget()
+        return {key for key in due if self._doubts.get(key, True)}
+
+    def _step(self, doubted: Collection[intent.Key] = ()) -> intent.Known:
         labels = self._known.labels
         if self.node.synced and self.name in self.node.objects:
             ours = kinds.label_prefixes()  # must select nothing, or it would select itself
@@ -181,8 +226,9 @@ class Follower:
             deleted += [(kind, name) for name in watch.deleted]
             watch.deleted.clear()
         seen = {kind: dict(w.objects) for kind, w in self.watches.items() if w.synced}
+        now = time.time()
         return intent.step(
-            self._known, seen, deleted, labels, time.time(), self.asked.drop_after, self.name
+            self._known, seen, deleted, labels, now, self.asked.drop_after, self.name, doubted
         )
 
     async def _save(self) -> None:
@@ -289,6 +335,13 @@ class Follower:
         for key, why in self._waits.items():
             message = f"the object was deleted, what it asked for is not given up yet: {why}"
             found.append(_finding("intent-in-use", key, message, "it is tried again by itself"))
+        for key in (key for key, doubt in self._doubts.items() if doubt):
+            message = (
+                "status.chosen leaves this node out, and by what all nodes report it is one that "
+                "keeps the dataset: it keeps it"
+            )
+            advice = "see who else writes the object's status (docs/security.md)"
+            found.append(_finding("intent-refused", key, message, advice))
         troubles = [each.trouble for each in self.watches.values()] + [self.node.trouble]
         if trouble := next(filter(None, troubles), ""):
             found.append(

@@ -94,6 +94,51 @@ async def test_agent_writes_two_conditions_of_its_node_and_nothing_else_of_it(
     assert "403" in await ask(mine, "GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/other")
 
 
+async def test_only_whoever_holds_the_lease_writes_what_all_nodes_say(
+    plane: ControlPlane, servers: dict[str, client.ApiServer]
+) -> None:
+    """A node that is broken into could else empty the others by a wrong status.chosen."""
+    name = unique("coco")
+    plane.apply(dataset(name))
+    status = f"{kinds.API}/cacheddatasets/{name}/status"
+    wrong = {"status": {"chosen": ["evil"]}}
+    mine = objects.Lease(servers["gpu-a"], NAMESPACE, "nodeagent-rollup", "gpu-a", 6.0)
+    await waiting.until_async(lambda: mine.hold({}), 60, "the Lease")  # an agent before had it
+
+    async def may(node: str) -> bool:
+        await mine.hold({})
+        why = await ask(servers[node], "PATCH", status, wrong)
+        assert why == "" or "only while its node holds the Lease" in why
+        return why == ""
+
+    async def refused() -> bool:
+        return not await may("gpu-b")
+
+    await waiting.until_async(lambda: may("gpu-a"), 30, "the holder to write")
+    await waiting.until_async(refused, 30, "the policy")
+    other = objects.Lease(servers["gpu-b"], NAMESPACE, "nodeagent-rollup", "gpu-a", 6.0)
+    with pytest.raises(client.KubeError, match="in the name of its own node"):
+        await other.hold({})  # in another's name
+    another = objects.Lease(servers["gpu-b"], NAMESPACE, unique("lease"), "gpu-b", 6.0)
+    with pytest.raises(client.KubeError, match="the agent takes the Lease nodeagent-rollup"):
+        await another.hold({})
+    plane.kubectl("delete", "cacheddataset", name)
+
+
+async def test_agent_writes_events_about_its_own_node_alone(
+    plane: ControlPlane, servers: dict[str, client.ApiServer]
+) -> None:
+    for node, why in (("gpu-a", ""), ("gpu-b", "writes Events about its own node")):
+        event = {
+            "apiVersion": "v1", "kind": "Event",
+            "metadata": {"name": unique("event"), "namespace": "default"},
+            "involvedObject": {"kind": "Node", "name": node}, "reason": "Test", "message": "m",
+        }  # fmt: skip
+        path = "/api/v1/namespaces/default/events"
+        assert why in await ask(servers["gpu-a"], "POST", path, event)
+        assert bool(why) == bool(await ask(servers["gpu-a"], "POST", f"{path}?dryRun=All", event))
+
+
 async def test_one_of_two_holds_the_lease_and_the_other_follows(
     servers: dict[str, client.ApiServer],
 ) -> None:
