@@ -164,16 +164,16 @@ async def test_node_gives_its_share_up_only_when_the_nodes_own_reports_say_so(
         if isinstance(others, Exception):
             raise others
         for name in ("n1", *others):
-            made.nodes.objects[name] = node(name, age=-now)
+            made.shares.nodes.objects[name] = node(name, age=-now)
 
     assert rollup.choose_nodes("coco", ["n1", "n2", "n3", "n4", "n5", "n6"], 1) != ("n1",)
-    monkeypatch.setattr(made.nodes, "look", look)
+    monkeypatch.setattr(made.shares.nodes, "look", look)
     made._known = made._step(await made._doubted())
     assert (asked.key in made._known.wishes) == stays
     assert (asked.key in made._known.releasing) != stays
     told = [each.message for each in made._findings()]
     assert any("status.chosen" in each for each in told) == (stays and others == ())
-    assert not made.nodes.objects  # nothing of 7,500 nodes is held
+    assert not made.shares.nodes.objects  # nothing of 7,500 nodes is held
 
 
 def test_more_nodes_than_asked_for_are_no_choice() -> None:
