@@ -15,9 +15,19 @@ _SIZES = {
     **{f"{prefix}iB": 1024 ** (power + 1) for power, prefix in enumerate("KMGTP")},
     **{f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGTP")},
     "kB": 1000,
+    # As Kubernetes writes quantities.
+    **{f"{prefix}i": 1024 ** (power + 1) for power, prefix in enumerate("KMGTP")},
+    **{prefix: 1000 ** (power + 1) for power, prefix in enumerate("kMGTP")},
 }
 _TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST = 2.0**63  # bytes or seconds
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*$")
+
+
+def _bounded(value: object, number: float) -> float:
+    if number >= _MOST:
+        raise ValueError(f"{str(value)[:40]!r} is too large; nothing has so much")
+    return number
 
 
 def _split(value: object, example: str) -> tuple[float, str]:
@@ -32,16 +42,18 @@ def _split(value: object, example: str) -> tuple[float, str]:
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``500GiB`` (powers of 1024), ``500GB`` (powers of 1000) or a plain number.
+    """Bytes from ``500GiB`` or ``500Gi`` (powers of 1024), ``500GB`` or ``500G`` (powers of 1000)
+    or a plain number.
 
     Raises ValueError for anything else, negative numbers included.
     """
     number, unit = _split(value, "500GiB")
     if unit not in _SIZES:
         raise ValueError(
-            f"{value!r}: unknown unit {unit!r}; use one of KiB MiB GiB TiB KB MB GB TB"
+            f"{value!r}: unknown unit {unit!r}; use one of KiB MiB GiB TiB KB MB GB TB "
+            "(or Ki Mi Gi Ti k M G T)"
         )
-    return int(number * _SIZES[unit])
+    return int(_bounded(value, number * _SIZES[unit]))
 
 
 def parse_duration(value: object) -> float:
@@ -49,7 +61,7 @@ def parse_duration(value: object) -> float:
     number, unit = _split(value, "30s")
     if unit not in _TIMES:
         raise ValueError(f"{value!r}: unknown unit {unit!r}; use one of ms s m h d")
-    return number * _TIMES[unit]
+    return _bounded(value, number * _TIMES[unit])
 
 
 def parse_share(value: object) -> float:

@@ -164,7 +164,7 @@ class Watch(Generic[KeptT]):
                     if self._version or error.status not in NO_STREAMS:
                         raise
                     self._no_streams(error)  # it sent nothing, so this is no second list
-            await self._list()
+            await self.look()
         except client.KubeError as error:
             if not self._version and error.status in BUSY:
                 self._listed, self.lists = before, self.lists - 1  # it cost the server nothing
@@ -176,7 +176,8 @@ class Watch(Generic[KeptT]):
         self._server.no_streams_until = time.monotonic() + pause
         log.info("lists are not streamed", what=self._about, why=str(why))
 
-    async def _list(self) -> None:
+    async def look(self) -> None:
+        """List once. KubeError."""
         objects: dict[str, KeptT] = {}  # whoever looks meanwhile sees no half of it
         count = 0
         query = {"limit": str(self._page)} if self._page else {"resourceVersion": "0"}

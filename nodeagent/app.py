@@ -102,6 +102,7 @@ class Agent:
         self.config = config
         self._last_good = last_good
         self._file = settings
+        self._loaded = configfile.look(config)
         asked = settings.kubernetes
         self._cluster = (
             None if asked is None or not asked.objects else service.Cluster(asked, settings)
@@ -193,7 +194,7 @@ class Agent:
 
     async def _follow_settings(self) -> None:
         await self._keep()
-        async for _ in configfile.changes(self.config):
+        async for _ in configfile.changes(self.config, self._loaded):
             try:
                 # Beside the loop: a large file with many mistakes takes seconds.
                 new = await asyncio.to_thread(configfile.load, self.config)

@@ -76,24 +76,24 @@ def read(path: Path) -> bytes:
     return kit.files.read_small(path, LARGEST_FILE)
 
 
-async def changes(path: Path) -> AsyncIterator[None]:
+async def changes(path: Path, last: bytes | None) -> AsyncIterator[None]:
     """One item whenever the bytes of ``path`` differ from those at the last item, or it is gone.
+    ``last``: what ``look`` gave when it was loaded.
 
     The file is small, so it is read again and again: kubelet swaps a link beside it, an editor
     replaces it, a network file system tells nobody.
     """
-    last = await asyncio.to_thread(_bytes, path)
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        now = await asyncio.to_thread(_bytes, path)
+        now = await asyncio.to_thread(look, path)
         if now != last:
             await asyncio.sleep(SETTLE_SECONDS)
-            if await asyncio.to_thread(_bytes, path) == now:
+            if await asyncio.to_thread(look, path) == now:
                 last = now
                 yield
 
 
-def _bytes(path: Path) -> bytes | None:
+def look(path: Path) -> bytes | None:
     """None: there is no such file, or none that can be read."""
     try:
         return read(path)

@@ -7,6 +7,7 @@ called, the settings' models when they are read: a client needs neither, and scr
 
 import asyncio
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,8 @@ def run(ctx: Context, last_good: Path | None) -> None:
             "not root: mounts and trusted xattrs need CAP_SYS_ADMIN",
             "run it as root, or in a privileged container",
         )
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # a core would have keys and tokens
     logs.configure()
     asyncio.run(app.Agent(ctx.config, settings, last_good, problem).run())
 

@@ -21,7 +21,8 @@ _NO_LAYOUTS = (
     "('ctr -n k8s.io images import FILE') and list them under preheat.images"
 )
 _REPAIR = (
-    "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
+    "use volumes.repair, which takes broken mappings away; a mapping that is only idle, and of "
+    "which kubelet has no record: 'rbd unmap'"
 )
 _CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
 _NO_TOKENS = (

@@ -170,8 +170,8 @@ class PreheatSettings(kube.settings.RoomSettings):
     """How long the bytes of an unfinished pull stay."""
     heals_per_hour: ClassVar[int] = 30
     """Most heals of one image in an hour: restoring a pinned image that garbage collection or
-    somebody else removed. The kubelet collects every 5 minutes, 12 times an hour; at the limit
-    healing stops and a finding says so."""
+    somebody else removed. The kubelet collects every 5 minutes, 12 times an hour; a finding tells
+    of half as many, and at the limit healing stops."""
     node_labels: dict[str, str] = Field(default_factory=dict)
     """Labels of this node, for `images[].nodes`."""
 

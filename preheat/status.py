@@ -307,7 +307,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         advice = "look for a panic in its log, and report it with the agent's log"
         find(Severity.CRITICAL, "breaker", "container runtime", text, advice)
     for ref in reconciler.healer.fights:
-        text = "the image is pinned, but somebody removes it more often than the agent restores it"
+        text = "the image is pinned, but somebody removes it again and again"
         advice = "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
         advice += "--prune), or release it with 'nodeagent image unpin REF'"
         find(Severity.WARNING, "gc-fight", ref, text, advice)
@@ -373,7 +373,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield gauge("preheat_dropped_images", text, dropped)
     text = "Unpacked layers of requested images that are not yet known to survive a power cut."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
-    text = "Pinned images that somebody removes more often than the agent may heal them."
+    text = "Pinned images that somebody removes again and again."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
     yield counter("preheat_heals", "Removed pinned images that were restored.", counts.heals)
     yield counter(

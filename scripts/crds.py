@@ -12,11 +12,13 @@ from typing import Any
 
 import crds_doc
 import settings_doc
+import values_schema
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import kit.room
+import kit.units
 from nodeagent import rooms
 from nodeagent.cluster import kinds
 
@@ -29,6 +31,13 @@ LONGEST_LIST = 500
 _SHORTER = {"monitors": 64, "conditions": 8, "findings": 50, "reasons": 8}
 _RESERVED = ("namespace", "package", "import", "const", "function", "for", "in", "if")
 Schema = dict[str, Any]
+# A number of bytes, or as people write it.
+_SIZE: Schema = {
+    "x-kubernetes-int-or-string": True,
+    "minimum": 0,
+    "pattern": values_schema.WRITTEN[kit.units.parse_size]["pattern"],
+    "maxLength": 32,
+}
 
 
 def of_model(model: type[BaseModel], without: Sequence[str] = ()) -> Schema:
@@ -41,6 +50,8 @@ def of_model(model: type[BaseModel], without: Sequence[str] = ()) -> Schema:
             continue
         shown = str(field.alias or name)
         made = _of_field(field.annotation, plain["properties"][shown], definitions, shown)
+        if any(getattr(each, "func", None) is kit.units.parse_size for each in field.metadata):
+            made = _SIZE
         text = settings_doc.description(model, name).replace("\n", " ")
         default = field.default
         if isinstance(default, bool):

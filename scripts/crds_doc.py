@@ -17,8 +17,9 @@ The fields of the agent's objects. `kubectl explain cds.spec` shows the same tex
 [kubernetes.md](kubernetes.md) explains how to use them.
 
 How to read the lists: the parentheses hold the type or the allowed values. A field without a type
-is a string. `[]` means a list. `(cephfs)` at the start of a text limits it to that kind of source.
-RFC 3339 is a time like `2026-11-22T04:10:05Z`.
+is a string. A size is a number, or text like `500GiB` or `500Gi`. `[]` means a list. `(cephfs)` at
+the start of a text limits it to that kind of source. RFC 3339 is a time like
+`2026-11-22T04:10:05Z`.
 
 The page is made by `scripts/crds_doc.py`.
 """
@@ -33,7 +34,7 @@ def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
         inner, path = field, f"{prefix}{name}"
         if field.get("type") == "array":
             inner, path = field["items"], f"{path}[]"
-        kind = inner.get("type", "any")
+        kind = inner.get("type", "size" if "x-kubernetes-int-or-string" in inner else "any")
         if "enum" in inner:
             kind = ", ".join(f"`{each}`" for each in inner["enum"])
         notes = [

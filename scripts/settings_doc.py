@@ -34,7 +34,7 @@ Check a file before you use it: `nodeagent config check FILE`. It prints the eff
 each mistake with its line.
 
 * The agent refuses unknown keys.
-* Write sizes like `500GiB`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
+* Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
 * Write the words `"off"` and `"on"` in quotes. YAML takes them for false and true.
 * The agent reads the file again after a change. The log, `/readyz` and the status page name
   settings that need a restart.

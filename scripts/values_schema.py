@@ -30,7 +30,7 @@ _DURATION = rf"{_NUMBER}(ms|s|m|h|d)?\s*$"
 WRITTEN: Mapping[Callable[..., Any], Mapping[str, Any]] = {
     kit.units.parse_size: {
         "type": ["string", "number"], "minimum": 0,
-        "pattern": rf"{_NUMBER}(B|kB|[KMGTP]i?B)?\s*$",
+        "pattern": rf"{_NUMBER}([KMGTP]iB?|[kMGTP]B?|KB|B)?\s*$",
     },
     kit.units.parse_duration: {"type": ["string", "number"], "minimum": 0, "pattern": _DURATION},
     kit.units.parse_share: {

@@ -450,20 +450,33 @@ def application(
 
     # A live page is for browsers, which the API refuses.
     own_routes = own.Own(state, door.streams, send, held).routes()
-    app.add_routes([route for route in own_routes if route.path != "/live"])
+    for own_route in own_routes:
+        if own_route.path != "/live":
+            _add(app, "GET", own_route.path, own_route.handler)
     for running in state.running:
         for route in running.room.routes():
             handler = _handler(route, running, door)
             roles[handler] = route.role
-            if route.method == "GET":
-                app.router.add_get(route.path, handler)  # answers HEAD too
-            else:
-                app.router.add_route(route.method, route.path, handler)
+            _add(app, route.method, route.path, handler)
     served = heads_of(each.room for each in state.running)
     for head, room in heads_of(rooms.ROOMS).items():
         if head not in served:
-            app.router.add_route("*", f"/v1/{head}{{rest:(/.*)?}}", _off(room))
+            _add(app, "*", f"/v1/{head}{{rest:(/.*)?}}", _off(room))
     return app
+
+
+async def _heed_no_expectation(request: web.Request) -> None:
+    """aiohttp would answer 417 before anybody knows who calls. Whoever waits to be told to send a
+    body is told."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # no byte of the answer is sent yet
+
+
+def _add(app: web.Application, method: str, path: str, handler: Handler) -> None:
+    methods = ("GET", "HEAD") if method == "GET" else (method,)
+    for each in methods:
+        app.router.add_route(each, path, handler, expect_handler=_heed_no_expectation)
 
 
 def heads_of(known: Iterable[kit.room.Room]) -> dict[str, kit.room.Room]:
@@ -513,7 +526,9 @@ def metrics_application(
         middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
     found = own.Own(state, access.Streams(), _write_lines, held).routes()
-    app.add_routes([route for route in found if route.path in served])
+    for route in found:
+        if route.path in served:
+            _add(app, "GET", route.path, route.handler)
     for path in ("/v1/{rest:.*}", "/openapi.json"):
-        app.router.add_route("*", path, _elsewhere(state))
+        _add(app, "*", path, _elsewhere(state))
     return app

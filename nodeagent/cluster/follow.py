@@ -13,11 +13,12 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import stat
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import kit.formats
 import kit.pause
 import kit.tasks
 from kube import client, watching
-from nodeagent.cluster import intent, kinds, requests
+from nodeagent.cluster import intent, kinds, requests, rollup
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import MOST_FINDINGS, State
 
@@ -44,9 +45,118 @@ SECRET_SECONDS = 600.0
 SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
 MOST_SECRETS = 20  # that are read in one go
 RELEASE_SECONDS = 180.0
+CHOOSE_SECONDS = 300.0  # between two looks at what all nodes report
 ORIGIN = "agent.kubernetes"
+# NodeStorages in one answer: with many datasets one has some kilobytes, and all of 7,500 nodes
+# would be more than an answer may have.
+PAGE = 500
 # A file of a Secret, also half written (``kit.files.save``).
 _WRITTEN = re.compile(r"\.?(?P<name>[0-9a-f]{64})(\.new)?")
+
+
+def node_storages(server: client.ApiServer) -> watching.Watch[rollup.View]:
+    """Of all nodes."""
+    return watching.Watch[rollup.View](
+        server,
+        f"{kinds.API}/{kinds.NODE_STORAGES}",
+        about=kinds.NODE_STORAGES,
+        keep=rollup.view,
+        changed=lambda: None,
+        page=PAGE,
+    )
+
+
+class SecretFiles:
+    """Keys of Secrets, which are read by name and never listed or watched, as files."""
+
+    def __init__(self, server: client.ApiServer, files: intent.Secrets) -> None:
+        self.files = files
+        self._server = server
+        self._due: dict[kinds.SecretRef, float] = {}  # when each is to be read again
+        self._kept: set[str] | None = None  # names of files, since others were deleted
+
+    async def read(self, wishes: Iterable[intent.Wish]) -> None:
+        wanted = intent.secrets_of(wishes)
+        now, silent = time.monotonic(), 0.0
+        # Those that wait longest first: with many no more than some are asked for at a time, and
+        # whoever may make objects may name many that this agent may not read.
+        due = [each for each in wanted if self._due.get(each, 0.0) <= now]
+        due.sort(key=lambda each: (self._due.get(each, 0.0), each.name, each.key))
+        for ref in due[:MOST_SECRETS]:
+            if silent:  # or each of them would hold up everything else
+                self._due[ref] = now + silent
+                continue
+            pause = SECRET_SECONDS
+            try:
+                await self._one(ref)
+            except (client.KubeError, OSError, ValueError) as error:
+                pause = SECRET_SECONDS / 10
+                if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
+                    pause = silent = SECRET_AGAIN_SECONDS
+                log.warning("Secret cannot be read", secret=ref.name, key=ref.key, why=str(error))
+            self._due[ref] = now + kit.pause.jittered(pause)
+        for old in self._due.keys() - wanted:
+            del self._due[old]
+        kept = {self.files.file(each).name for each in wanted}
+        if kept != self._kept:
+            try:
+                await asyncio.to_thread(_forget, self.files.folder, kept)
+                self._kept = kept
+            except OSError as error:
+                log.warning("files of Secrets cannot be deleted", why=str(error))
+
+    async def _one(self, ref: kinds.SecretRef) -> None:
+        path = client.path_to("/api/v1/namespaces", self.files.namespace, "secrets", ref.name)
+        about = f"Secret {self.files.namespace}/{ref.name}"
+        found = await self._server.request(
+            "GET", path, about=about, deadline=watching.ANSWER_SECONDS
+        )
+        entry = (found.get("data") or {}).get(ref.key)
+        if entry is None:
+            raise client.KubeError(about, f"it has no entry {ref.key!r}", 404)
+        content = base64.b64decode(str(entry), validate=True)
+        await asyncio.to_thread(_put, self.files.file(ref), content)
+
+
+class Shares:
+    """What ``status.chosen`` takes from this node: it gives that up only when what all nodes report
+    says the same. Whoever breaks into one node can write a status."""
+
+    def __init__(self, server: client.ApiServer, node: str) -> None:
+        self.nodes = node_storages(server)
+        self.wrong: set[intent.Key] = set()  # that is this node's, by what all report
+        self._right: set[intent.Key] = set()
+        self._node = node
+        self._looked = -math.inf
+
+    async def doubted(self, due: Mapping[intent.Key, intent.Wish], now: float) -> set[intent.Key]:
+        """Of ``due``, what is kept: it is this node's, or nobody knows."""
+        self.wrong &= due.keys()
+        self._right &= due.keys()
+        if due and time.monotonic() >= self._looked:
+            self._looked = time.monotonic() + kit.pause.jittered(CHOOSE_SECONDS)
+            try:
+                await self.nodes.look()
+                views = list(self.nodes.objects.values())
+                self.wrong = {
+                    key
+                    for key, asked in due.items()
+                    if self._node in rollup.placed(asked, views, now)
+                }
+                self._right = due.keys() - self.wrong
+            except client.KubeError as error:
+                log.warning("what all nodes report is not known", why=str(error))
+            self.nodes.forget()
+        return due.keys() - self._right
+
+    def findings(self) -> Iterator[kit.findings.Finding]:
+        for key in sorted(self.wrong):
+            message = (
+                "status.chosen leaves this node out, and by what all nodes report it is one that "
+                "keeps the dataset: it keeps it"
+            )
+            advice = "see who else writes the object's status (docs/security.md)"
+            yield _finding("intent-refused", key, message, advice)
 
 
 class Follower:
@@ -58,13 +168,13 @@ class Follower:
         self.verdicts: list[intent.Verdict] = []
         self._waits: dict[intent.Key, str] = {}  # what could not be given up yet, and why
         self.name, self.namespace = settings.this_node.name, asked.own_namespace
-        self._secrets = intent.Secrets(settings.admin.socket.parent / "secrets", self.namespace)
+        files = intent.Secrets(settings.admin.socket.parent / "secrets", self.namespace)
+        self.secrets = SecretFiles(self.server, files)
+        self.shares = Shares(self.server, self.name)
         self._file = settings.state_dir / FILE
         self._known = _load(self._file)
         self._changed = asyncio.Event()
         self.requests = requests.Requests(settings.state_dir, self._changed.set)
-        self._read: dict[kinds.SecretRef, float] = {}  # Secrets, and when they are due again
-        self._kept: set[str] | None = None  # names of files of Secrets, since others were deleted
         self.watches = {
             each.kind: watching.Watch[intent.Wish](
                 self.server,
@@ -88,7 +198,9 @@ class Follower:
 
     def merged(self, settings: Settings) -> Settings:
         """The settings of the file with what the cluster adds."""
-        made, self.verdicts = intent.merge(settings, self._known.wishes.values(), self._secrets)
+        made, self.verdicts = intent.merge(
+            settings, self._known.wishes.values(), self.secrets.files
+        )
         return made
 
     @property
@@ -149,8 +261,8 @@ class Follower:
         while True:
             self._changed.clear()
             before = self._known
-            self._known = self._step()
-            await self._read_secrets()
+            self._known = self._step(await self._doubted())
+            await self.secrets.read(self._known.wishes.values())
             if self._known != before:
                 await self._save()
                 await apply()
@@ -165,7 +277,18 @@ class Follower:
                     await self._changed.wait()
                     await asyncio.sleep(SETTLE_SECONDS)
 
-    def _step(self) -> intent.Known:
+    async def _doubted(self) -> set[intent.Key]:
+        now, known = time.time(), self._known
+        due = {
+            key: asked
+            for key, asked in self.candidates.items()
+            if key in known.wishes
+            and not asked.kept_by(self.name, known.labels)
+            and known.until.get(key, now + self.asked.drop_after) <= now
+        }
+        return await self.shares.doubted(due, now)
+
+    def _step(self, doubted: Collection[intent.Key] = ()) -> intent.Known:
         labels = self._known.labels
         if self.node.synced and self.name in self.node.objects:
             ours = kinds.label_prefixes()  # must select nothing, or it would select itself
@@ -181,8 +304,9 @@ class Follower:
             deleted += [(kind, name) for name in watch.deleted]
             watch.deleted.clear()
         seen = {kind: dict(w.objects) for kind, w in self.watches.items() if w.synced}
+        now = time.time()
         return intent.step(
-            self._known, seen, deleted, labels, time.time(), self.asked.drop_after, self.name
+            self._known, seen, deleted, labels, now, self.asked.drop_after, self.name, doubted
         )
 
     async def _save(self) -> None:
@@ -229,50 +353,6 @@ class Follower:
             await self._save()  # once: each time it is all that is known
         self._waits = waits
 
-    # --- Secrets: by name, never listed or watched
-
-    async def _read_secrets(self) -> None:
-        wanted = intent.secrets_of(self._known.wishes.values())
-        now, silent = time.monotonic(), 0.0
-        # Those that wait longest first: with many no more than some are asked for at a time, and
-        # whoever may make objects may name many that this agent may not read.
-        due = [each for each in wanted if self._read.get(each, 0.0) <= now]
-        due.sort(key=lambda each: (self._read.get(each, 0.0), each.name, each.key))
-        for ref in due[:MOST_SECRETS]:
-            if silent:  # or each of them would hold up everything else
-                self._read[ref] = now + silent
-                continue
-            pause = SECRET_SECONDS
-            try:
-                await self._read_secret(ref)
-            except (client.KubeError, OSError, ValueError) as error:
-                pause = SECRET_SECONDS / 10
-                if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
-                    pause = silent = SECRET_AGAIN_SECONDS
-                log.warning("Secret cannot be read", secret=ref.name, key=ref.key, why=str(error))
-            self._read[ref] = now + kit.pause.jittered(pause)
-        for old in self._read.keys() - wanted:
-            del self._read[old]
-        kept = {self._secrets.file(each).name for each in wanted}
-        if kept != self._kept:
-            try:
-                await asyncio.to_thread(_forget, self._secrets.folder, kept)
-                self._kept = kept
-            except OSError as error:
-                log.warning("files of Secrets cannot be deleted", why=str(error))
-
-    async def _read_secret(self, ref: kinds.SecretRef) -> None:
-        path = client.path_to("/api/v1/namespaces", self.namespace, "secrets", ref.name)
-        about = f"Secret {self.namespace}/{ref.name}"
-        found = await self.server.request(
-            "GET", path, about=about, deadline=watching.ANSWER_SECONDS
-        )
-        entry = (found.get("data") or {}).get(ref.key)
-        if entry is None:
-            raise client.KubeError(about, f"it has no entry {ref.key!r}", 404)
-        content = base64.b64decode(str(entry), validate=True)
-        await asyncio.to_thread(_put, self._secrets.file(ref), content)
-
     # --- findings
 
     def _findings(self) -> list[kit.findings.Finding]:
@@ -289,6 +369,7 @@ class Follower:
         for key, why in self._waits.items():
             message = f"the object was deleted, what it asked for is not given up yet: {why}"
             found.append(_finding("intent-in-use", key, message, "it is tried again by itself"))
+        found += self.shares.findings()
         troubles = [each.trouble for each in self.watches.values()] + [self.node.trouble]
         if trouble := next(filter(None, troubles), ""):
             found.append(

@@ -10,7 +10,7 @@ seen ends an object there and then.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,7 @@ class Wish:
     spec: Mapping[str, Any]
     asks: Mapping[str, str] = field(default_factory=dict)  # values of annotations, by verb
     chosen: tuple[str, ...] = ()  # the nodes that keep it, when it is not on all
+    version: str = field(default="", compare=False)  # of the object, its status too
 
     @property
     def key(self) -> Key:
@@ -59,7 +60,8 @@ class Wish:
         return int(self.spec.get("spread") or 0)
 
     def kept_by(self, node: str, labels: Mapping[str, str]) -> bool:
-        return self.selects(labels) and (not self.spread or node in self.chosen)
+        placed = node in self.chosen and len(self.chosen) <= self.spread
+        return self.selects(labels) and (not self.spread or placed)
 
     @property
     def secret(self) -> kinds.SecretRef | None:
@@ -82,6 +84,7 @@ def wish(kind: str, thing: Mapping[str, Any]) -> Wish:
         chosen=tuple(str(node) for node in (thing.get("status") or {}).get("chosen") or ())
         if thing["spec"].get("spread")
         else (),
+        version=str(meta.get("resourceVersion") or ""),
     )
 
 
@@ -124,8 +127,10 @@ def step(
     now: float,
     drop_after: float,
     node: str = "",
+    doubted: Container[Key] = (),
 ) -> Known:
-    """What is in force now. ``seen``: of each kind that has been listed, all its objects."""
+    """What is in force now. ``seen``: of each kind that has been listed, all its objects.
+    ``doubted``: those that stay, though they are said to be kept elsewhere."""
     wishes: dict[Key, Wish] = {}
     until: dict[Key, float] = {}
     gone: list[Wish] = []
@@ -138,7 +143,7 @@ def step(
         if new is not None and new.kept_by(node, labels):
             continue
         end = before.until.get(key, now + drop_after)
-        if key in ended or end <= now:
+        if key in ended or (end <= now and key not in doubted):
             gone.append(old)
         else:
             wishes[key], until[key] = old, end

@@ -126,6 +126,11 @@ def of_object(
     ).model_dump(mode="json", by_alias=True)
 
 
+def placed(asked: intent.Wish, nodes: Iterable[View], now: float) -> tuple[str, ...]:
+    """The nodes that keep an object with ``spread``, by what all nodes report."""
+    return _Object(asked, {}, now).chosen(list(nodes), "", patient=False)
+
+
 def patch(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
     """The merge patch that makes ``made`` of ``before``: such a patch takes no key out of a map by
     leaving it out, and a value whose annotation is gone would count as carried out for ever."""

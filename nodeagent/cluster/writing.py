@@ -17,7 +17,7 @@ import structlog
 import kit.pause
 import kit.units
 from kube import client, objects, watching
-from nodeagent.cluster import follow, kinds, labels, rollup, storage, trouble
+from nodeagent.cluster import follow, intent, kinds, labels, rollup, storage, trouble
 from nodeagent.state import State
 
 log = structlog.get_logger("cluster")
@@ -33,9 +33,6 @@ LOOK_EACH = 0.04
 MOST_NODES = 100_000  # that the note is believed: every agent may write it
 ROLL_EACH = 0.01
 MOST_AT_ONCE = 50  # roll-ups written in one round
-# NodeStorages in one answer: with many datasets one has some kilobytes, and all of 7,500 nodes
-# would be more than an answer may have.
-PAGE = 500
 ORIGIN = "agent.objects"
 
 
@@ -54,16 +51,10 @@ class Writer:
         self._lease = objects.Lease(
             self.server, follower.namespace, LEASE, follower.name, LEASE_SECONDS
         )
-        self._rolled: dict[tuple[str, str], dict[str, Any]] = {}
+        # What was written last, and the version of the object that it made.
+        self._rolled: dict[intent.Key, tuple[str, dict[str, Any]]] = {}
         self._rolled_epoch = 0
-        self._nodes = watching.Watch[rollup.View](
-            self.server,
-            f"{kinds.API}/{kinds.NODE_STORAGES}",
-            about=kinds.NODE_STORAGES,
-            keep=rollup.view,
-            changed=lambda: None,
-            page=PAGE,
-        )
+        self._nodes = follow.node_storages(self.server)
 
     async def follow(self, state: State) -> None:
         """Never ends."""
@@ -188,12 +179,12 @@ class Writer:
                 path = client.path_to(kinds.API, plural, asked.name)
                 about = f"{kind} {asked.name}"
                 try:
-                    before = self._rolled.get(asked.key)
-                    if before is None:
+                    version, before = self._rolled.get(asked.key, ("", {}))
+                    if version != asked.version:  # others wrote, or the watch is behind
                         found = await self.server.request(
                             "GET", path, about=about, deadline=ANSWER_SECONDS
                         )
-                        before = dict(found.get("status") or {})
+                        version, before = _version(found), dict(found.get("status") or {})
                     made = rollup.of_object(
                         asked, before, watch.objects.values(), observed, now, patient=patient
                     )
@@ -202,10 +193,14 @@ class Writer:
                             return
                         left -= 1
                         body = {"status": rollup.patch(before, made)}
-                        await self._patch(f"{path}/status", body, about)
+                        version = _version(await self._patch(f"{path}/status", body, about))
                         self.rolls += 1
-                    self._rolled[asked.key] = made
+                    self._rolled[asked.key] = version, made
                 except client.KubeError as error:
                     log.info("roll-up cannot be written", object=about, why=str(error))
                     if error.status not in (404, 409):
                         return
+
+
+def _version(found: dict[str, Any]) -> str:
+    return str((found.get("metadata") or {}).get("resourceVersion") or "")

@@ -33,6 +33,7 @@ HOUR = 3600.0
 # One removal of an image removes several records, one after the other.
 SAME_REMOVAL_SECONDS = 2.0
 LOG_EVERY_SECONDS = 60.0
+FIGHT_HEALS = 6  # of one image in an hour; the kubelet removes it at most 12 times
 
 Pressed = Callable[[], Awaitable[bool]]
 
@@ -144,9 +145,14 @@ class Healer:
 
     @property
     def fights(self) -> list[str]:
-        """References of pins that reached the limit of heals."""
-        limited = {hold_id for hold_id, past in self._past.items() if past.limited}
-        return sorted({hold.ref for hold in self._pins.values() if hold.id in limited})
+        """References of pins that somebody removes again and again."""
+        since = self._clock() - HOUR
+        fought = {
+            hold_id
+            for hold_id, past in self._past.items()
+            if past.limited or sum(start > since for start in past.starts) >= FIGHT_HEALS
+        }
+        return sorted({hold.ref for hold in self._pins.values() if hold.id in fought})
 
     async def changed(self, change: base.Change) -> bool:
         """See what a record names now, or heal it; as ``removed``."""

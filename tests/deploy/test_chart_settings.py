@@ -36,6 +36,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("cache: {buget: 1TiB}", "'buget' not allowed"),
     ("cahce: {}", "'cahce' not allowed"),
     ("cache: {budget: 50gigs}", "/settings/cache/budget"),
+    ("cache: {budget: 500gi}", "/settings/cache/budget"),
     ("cache: {budget: -1}", "/settings/cache/budget"),
     ("cache: {budget: [1]}", "/settings/cache/budget"),
     ("cache: {reserve: lots}", "/settings/cache/reserve"),
@@ -74,6 +75,7 @@ def test_what_is_wrong_is_refused_by_its_name(text: str, said: str, tmp_path: Pa
 
 TAKEN = (
     "cache: {budget: 500GiB, reserve: 10%, fill: {jitter: 5m, bytes_per_second: 20MiB}}",
+    "{cache: {budget: 500Gi, fill: {bytes_per_second: 20M}}, preheat: {pin_budget: 1Ti}}",
     "cache: {budget: 536870912000, reserve: 0.1, fill: {jitter: 300}}",
     "cache: {datasets: [{name: a, freshness: frozen, source: {kind: dir, path: /a}}]}",
     "{cache: null, volumes: null, preheat: null, kubernetes: null}",

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,16 +18,39 @@ from kit import units
         ("0", 0),
         ("2kB", 2000),
         ("1PiB", 2**50),
+        # As Kubernetes writes quantities.
+        ("500Gi", 500 * 2**30),
+        ("1.5Ki", 1536),
+        ("1Pi", 2**50),
+        ("500G", 500 * 10**9),
+        ("2k", 2000),
+        ("3P", 3 * 10**15),
     ],
 )
 def test_parse_size(text: object, size: int) -> None:
     assert units.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 gib", "1Gi", True, None, [], "1e3", "1%"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1 gib", "1K", "1m", "1Gib", True, None, [], "1e3", "1%"]
+)
 def test_parse_size_refuses_with_example(text: object) -> None:
     with pytest.raises(ValueError, match=r"GiB"):
         units.parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (units.parse_size, f"{'9' * 400}GiB"),
+        (units.parse_size, "9" * 400),
+        (units.parse_size, "9999999PiB"),
+        (units.parse_duration, f"{'9' * 400}d"),
+    ],
+)
+def test_number_that_nothing_has_is_refused(parse: Callable[[str], float], text: str) -> None:
+    with pytest.raises(ValueError, match="is too large"):
+        parse(text)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The kinds of the agent on a real API server: what it takes and refuses, and how it says so."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_specs_have_all_fields_of_the_models_and_texts_for_them() -> None:
         assert untold(_schema(kind), kind) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [("500Gi", True), ("500GiB", True), ("1.5T", True), ("7", True), ("5gigs", False)],
+)
+def test_size_in_an_object_is_written_as_in_the_settings(size: str, taken: bool) -> None:
+    budget = _schema("CachedDataset")["properties"]["spec"]["properties"]["budget"]
+    assert budget["x-kubernetes-int-or-string"] and "type" not in budget
+    assert bool(re.search(budget["pattern"], size)) == taken
+    if taken:
+        assert DatasetSettings.model_validate({"name": "coco", **dataset(budget=size)["spec"]})
+
+
 # The third: what the server says. Nothing: it takes the object, and so does the model.
 CASES = [
     ({}, ""),
@@ -78,6 +91,10 @@ CASES = [
     ({"source": {**DIR, "path": "/mnt/.snap/v1"}, "freshness": "snapshot"}, ""),
     ({"access": {"owner": 1000, "mode": "0750"}, "warm": False}, ""),
     ({"nodeSelector": {"gpu": "h100"}}, ""),
+    *(({"budget": size}, "") for size in (0, 536870912000, "500GiB", "500Gi", "1.5T", "2000")),
+    ({"budget": "500gigs"}, "spec.budget"),
+    ({"budget": "-1"}, "spec.budget"),
+    ({"budget": -1}, "greater than or equal to 0"),
     ({"freshness": None}, 'missing required field "freshness"'),
     ({"freshness": "live"}, 'Unsupported value: "live"'),
     ({"freshness": "snapshot"}, "freshness 'snapshot' needs source.snapshot"),

@@ -271,7 +271,6 @@ async def test_secrets_are_asked_for_in_turn_and_some_at_a_time(tmp_path: Path) 
         intent.Wish("CachedDataset", f"d{n}", "u", 1, "", {"secretRef": {"name": f"s{n}"}})
         for n in range(50)
     ]
-    follower._known = intent.Known(wishes={each.key: each for each in wishes})
     paths: list[str] = []
 
     async def refuse(_: str, path: str, **__: Any) -> dict[str, Any]:
@@ -281,7 +280,7 @@ async def test_secrets_are_asked_for_in_turn_and_some_at_a_time(tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(follower.server, "request", refuse)
         for count in (20, 40, 50, 50):
-            await follower._read_secrets()
+            await follower.secrets.read(wishes)
             assert len(paths) == len(set(paths)) == count
 
 

@@ -1,6 +1,8 @@
 """A dataset on some of the nodes that its selector matches: which ones, and who moves."""
 
 import contextlib
+import dataclasses
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 from hypothesis import given
 
 import kit.units
-from nodeagent.cluster import intent, kinds, rollup
+from kube import client
+from nodeagent.cluster import follow, intent, kinds, rollup
+from nodeagent.settings import ClusterSettings, Settings
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.testbed import waiting
@@ -127,6 +131,55 @@ def test_new_object_is_placed_once_all_nodes_have_seen_it() -> None:
     assert roll(fresh, *late, chosen=["n1"])[0] == ["n1"]
     assert roll(wish(), *late)[0] == ["n1", "n2"]  # nobody waits for ever
     assert roll(fresh, node("n1"), node("n2"))[0] == ["n1", "n2"]
+
+
+def follower(folder: Path, asked: intent.Wish) -> follow.Follower:
+    """Of node n1, which holds ``asked``, at a time at which another choice is due."""
+    settings = Settings(state_dir=folder, node="n1")
+    made = follow.Follower(ClusterSettings(server="https://localhost:1", namespace="x"), settings)
+    made.watches[asked.kind].objects[asked.name] = asked
+    made.watches[asked.kind].synced = True
+    held = dataclasses.replace(asked, chosen=("n1",))
+    made._known = intent.Known({"pool": "a"}, {asked.key: held}, {asked.key: 1.0})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("others", "stays"),
+    [
+        ((), True),  # nobody else may keep it: whoever wrote that it is elsewhere is wrong
+        (("n2", "n3", "n4", "n5", "n6"), False),
+        (client.KubeError("nodestorages", "nobody answers"), True),
+    ],
+)
+async def test_node_gives_its_share_up_only_when_the_nodes_own_reports_say_so(
+    others: Any, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is broken into can write a wrong status.chosen for all datasets."""
+    asked = wish(spread=1, chosen=("evil",), pool="a")
+    made = follower(tmp_path, asked)
+    now = time.time() - NOW  # the reports are fresh
+
+    async def look() -> None:
+        if isinstance(others, Exception):
+            raise others
+        for name in ("n1", *others):
+            made.shares.nodes.objects[name] = node(name, age=-now)
+
+    assert rollup.choose_nodes("coco", ["n1", "n2", "n3", "n4", "n5", "n6"], 1) != ("n1",)
+    monkeypatch.setattr(made.shares.nodes, "look", look)
+    made._known = made._step(await made._doubted())
+    assert (asked.key in made._known.wishes) == stays
+    assert (asked.key in made._known.releasing) != stays
+    told = [each.message for each in made._findings()]
+    assert any("status.chosen" in each for each in told) == (stays and others == ())
+    assert not made.shares.nodes.objects  # nothing of 7,500 nodes is held
+
+
+def test_more_nodes_than_asked_for_are_no_choice() -> None:
+    """A wrong choice of all nodes would fill them all."""
+    assert wish(spread=2, chosen=("n1", "n2"), pool="a").kept_by("n1", {"pool": "a"})
+    assert not wish(spread=1, chosen=("n1", "n2"), pool="a").kept_by("n1", {"pool": "a"})
 
 
 @pytest.mark.real

@@ -94,6 +94,55 @@ async def test_agent_writes_two_conditions_of_its_node_and_nothing_else_of_it(
     assert "403" in await ask(mine, "GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/other")
 
 
+async def test_only_whoever_holds_the_lease_writes_what_all_nodes_say(
+    plane: ControlPlane, servers: dict[str, client.ApiServer]
+) -> None:
+    """A node that is broken into could else empty the others by a wrong status.chosen."""
+    name = unique("coco")
+    plane.apply(dataset(name, nodeSelector={"pool": "none"}))
+    status = f"{kinds.API}/cacheddatasets/{name}/status"
+    wrong = {"status": {"chosen": ["evil"]}}
+    mine = objects.Lease(servers["gpu-a"], NAMESPACE, "nodeagent-rollup", "gpu-a", 6.0)
+    await waiting.until_async(lambda: mine.hold({}), 60, "the Lease")  # an agent before had it
+
+    async def may(node: str) -> bool:
+        await mine.hold({})
+        why = await ask(servers[node], "PATCH", status, wrong)
+        assert why == "" or "only while its node holds the Lease" in why
+        return why == ""
+
+    async def refused() -> bool:
+        return not await may("gpu-b")
+
+    await waiting.until_async(lambda: may("gpu-a"), 30, "the holder to write")
+    await waiting.until_async(refused, 30, "the policy")
+    other = objects.Lease(servers["gpu-b"], NAMESPACE, "nodeagent-rollup", "gpu-a", 6.0)
+    with pytest.raises(client.KubeError, match="in the name of its own node"):
+        await other.hold({})  # in another's name
+    another = {
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": {"name": unique("lease")}, "spec": {"holderIdentity": "gpu-b"},
+    }  # fmt: skip
+    leases = f"{objects.LEASES}/{NAMESPACE}/leases"
+    why = await ask(servers["gpu-b"], "POST", leases, another)
+    assert "the agent takes the Lease nodeagent-rollup" in why
+    plane.kubectl("delete", "cacheddataset", name)
+
+
+async def test_agent_writes_events_about_its_own_node_alone(
+    plane: ControlPlane, servers: dict[str, client.ApiServer]
+) -> None:
+    for node, why in (("gpu-a", ""), ("gpu-b", "writes Events about its own node")):
+        event = {
+            "apiVersion": "v1", "kind": "Event",
+            "metadata": {"name": unique("event"), "namespace": "default"},
+            "involvedObject": {"kind": "Node", "name": node}, "reason": "Test", "message": "m",
+        }  # fmt: skip
+        path = "/api/v1/namespaces/default/events"
+        refusal = await ask(servers["gpu-a"], "POST", path, event)
+        assert why in refusal and bool(why) == bool(refusal), refusal
+
+
 async def test_one_of_two_holds_the_lease_and_the_other_follows(
     servers: dict[str, client.ApiServer],
 ) -> None:

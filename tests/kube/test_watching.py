@@ -192,7 +192,7 @@ async def test_nobody_sees_half_of_a_list_in_pages() -> None:
     seen: list[int] = []
     server.look = lambda: seen.append(len(watch.objects))
     for _ in range(2):
-        await watch._list()
+        await watch.look()
     assert sorted(watch.objects) == server.names
     assert seen == [0, 0, 0, 7, 7, 7]
     once = [{"limit": "3"}, {"limit": "3", "continue": "3"}, {"limit": "3", "continue": "6"}]
@@ -202,10 +202,10 @@ async def test_nobody_sees_half_of_a_list_in_pages() -> None:
 async def test_list_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "MOST_PAGES", 2)
     with pytest.raises(client.KubeError, match="more than 2 pages"):
-        await listed(Lists(), page=3)._list()
+        await listed(Lists(), page=3).look()
     monkeypatch.setattr(watching, "MOST_OBJECTS", 5)
     with pytest.raises(client.KubeError, match="at most 5 objects"):
-        await listed(Lists(), page=3)._list()
+        await listed(Lists(), page=3).look()
 
 
 Event = dict[str, Any]
@@ -387,8 +387,8 @@ NODES, IMAGES = "/api/v1/nodes", f"{kinds.API}/imagesets"
 async def test_nodes_in_an_etcd_of_their_own_say_nothing_of_other_kinds() -> None:
     server = Etcds({NODES: 1_000_000, PATH: 5})
     nodes, datasets = following(server, NODES), following(server, PATH)
-    await nodes._list()
-    await datasets._list()
+    await nodes.look()
+    await datasets.look()
     for version in (6, 7, 8):  # a connection that breaks again and again
         server.now[PATH] = version
         server.now[NODES] += 1
@@ -402,12 +402,12 @@ async def test_kinds_of_one_group_notice_together_that_their_etcd_is_another_one
     server = Etcds({NODES: 1_000_000, PATH: 50, IMAGES: 5})
     nodes, datasets, images = (following(server, each) for each in (NODES, PATH, IMAGES))
     for each in (nodes, datasets, images):
-        await each._list()
+        await each.look()
     server.now |= {PATH: 20, IMAGES: 20}
     for each in (images, datasets):
         with pytest.raises(watching._GoneError):
             await each._compare()
-        await each._list()
+        await each.look()
         await each._compare()
     await nodes._compare()
     assert server.epoch == 1
@@ -430,7 +430,7 @@ def test_versions_are_compared_within_what_shares_an_etcd(path: str, part: str) 
 
 async def test_list_that_all_agents_ask_for_is_from_the_cache() -> None:
     server = Lists()
-    await listed(server, page=0)._list()
+    await listed(server, page=0).look()
     assert server.asked == [{"resourceVersion": "0"}]
 
 

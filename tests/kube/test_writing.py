@@ -1,6 +1,7 @@
 """Who rolls up beside others: newer agents, many objects, a server that is ill."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -51,7 +52,7 @@ async def test_others_have_a_turn_between_two_objects_of_the_roll_up(
     for number in range(5):
         asked = intent.Wish(KIND, f"set-{number}", "u", 1, "2026-01-01T00:00:00Z", {})
         made._follower.watches[KIND].objects[asked.name] = asked
-        made._rolled[asked.key] = {}
+        made._rolled[asked.key] = "", {}
     happened: list[str] = []
 
     def of_object(asked: intent.Wish, before: Any, *_: Any, **__: Any) -> Any:
@@ -71,6 +72,42 @@ async def test_others_have_a_turn_between_two_objects_of_the_roll_up(
     rolled = [number for number, each in enumerate(happened) if each != "other"]
     assert len(rolled) == 5
     assert all(after > before + 1 for before, after in itertools.pairwise(rolled))
+
+
+async def test_status_that_another_one_wrote_is_read_and_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the leader once wrote is not what is there: others may write it, too."""
+    made = writer(tmp_path)
+    asked = intent.Wish(KIND, "coco", "u", 1, "2026-01-01T00:00:00Z", {}, version="1")
+    server: dict[str, Any] = {"version": 1, "status": {}, "asked": []}
+
+    async def request(method: str, path: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        server["asked"].append(method)
+        if method == "PATCH":
+            server["version"] += 1
+            server["status"] = body["status"]
+        meta = {"resourceVersion": str(server["version"])}
+        return {"metadata": meta, "status": server["status"]}
+
+    monkeypatch.setattr(made.server, "request", request)
+    monkeypatch.setattr(type(made._lease), "held", property(lambda _: True))
+    watched = made._follower.watches[KIND].objects
+
+    async def rolled() -> list[str]:
+        """What is asked while the watch tells of the version that is there."""
+        server["asked"].clear()
+        watched["coco"] = dataclasses.replace(asked, version=str(server["version"]))
+        await made._write_rolls(made._nodes, patient=False)
+        return list(server["asked"])
+
+    assert await rolled() == ["GET", "PATCH"]
+    good = server["status"]
+    assert await rolled() == []
+    server["status"], server["version"] = {"chosen": ["evil"]}, 7
+    assert await rolled() == ["GET", "PATCH"]
+    assert {**server["status"], "conditions": ()} == {**good, "conditions": ()}
+    assert watched["coco"] == asked  # or each roll-up would be new settings for all nodes
 
 
 def spread(number: int) -> intent.Wish:

@@ -82,9 +82,14 @@ async def test_strangers_cannot_fill_the_log(
         calls.note(access.Caller(f"{number}", None, f"unknown {number}"), changed=False)
     calls.note(ALICE, changed=True)
     assert len(logged) == access.REFUSED_AT_ONCE + 1
-    now = 1.0
+    now = 1 / access.REFUSED_PER_SECOND
     calls.note(access.Caller("later", None, "unknown"), changed=False)
     assert logged[-1] == {"who": "later", "skipped": 1000 - access.REFUSED_AT_ONCE}
+    # In a day they must not push out what the kubelet keeps of a container's log, 5 x 10 MB.
+    for _ in range(86_400):
+        now += 1.0
+        calls.note(access.Caller("stranger", None, "unknown"), changed=False)
+    assert len(logged) < 20_000
 
 
 async def test_calls_that_changed_nothing_push_no_change_out_of_the_record(tmp_path: Path) -> None:

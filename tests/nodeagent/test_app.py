@@ -74,7 +74,7 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
 ) -> None:
     good, seen = agent.config.read_text(), list[list[tuple[str, str]]]()
 
-    async def changes(_: Path) -> AsyncIterator[None]:
+    async def changes(*_: object) -> AsyncIterator[None]:
         for text in (good + "a_key_of_later: 1\n", good, None, good):
             if text is None:
                 agent.config.unlink()
@@ -106,7 +106,7 @@ async def test_what_grows_with_others_texts_is_done_beside_the_loop(
         threads[what] = threading.current_thread() is not threading.main_thread()
         return good
 
-    async def changes(_: Path) -> AsyncIterator[None]:
+    async def changes(*_: object) -> AsyncIterator[None]:
         yield
 
     monkeypatch.setattr(configfile, "changes", changes)

@@ -26,7 +26,7 @@ class Watching:
     """Takes each item of ``changes`` from the moment on at which it is made."""
 
     def __init__(self, path: Path) -> None:
-        self._items: AsyncIterator[None] = configfile.changes(path)
+        self._items: AsyncIterator[None] = configfile.changes(path, configfile.look(path))
         self.next: asyncio.Future[None] = asyncio.ensure_future(anext(self._items))
 
     async def notices(self) -> None:
@@ -48,6 +48,19 @@ async def test_rewritten_and_renamed_file_is_noticed(path: Path) -> None:
     (path.parent / "new").write_text("three")
     (path.parent / "new").rename(path)
     await watch.notices()
+
+
+@pytest.mark.parametrize("later", ["another", None])
+async def test_what_happens_to_the_file_while_the_agent_starts_is_noticed(
+    path: Path, later: str | None
+) -> None:
+    path.write_text("one")
+    loaded = configfile.look(path)
+    path.unlink()
+    if later is not None:
+        path.write_text(later)
+    items = configfile.changes(path, loaded)
+    await asyncio.wait_for(anext(items), SOON)
 
 
 async def test_file_that_comes_goes_and_comes_back_as_it_was_is_noticed(path: Path) -> None:

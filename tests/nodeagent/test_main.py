@@ -1,5 +1,6 @@
 """The command line itself: exit codes, and commands that must work without an agent."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import kit.errors
 import kit.traces
 from kit import terminal
-from nodeagent import configfile, main
+from nodeagent import app, configfile, main
 from nodeagent.commands import uninstall
 
 
@@ -114,3 +115,25 @@ def test_offline_reads_the_file(tmp_path: Path) -> None:
     file.write_text("state_dir: /x\n")  # no section: its defaults, with the file's state_dir
     section, state_dir = main.Context(file, None).offline("volumes")
     assert (section.guard.mode, state_dir) == (type(section)().guard.mode, Path("/x"))
+
+
+def test_the_agent_leaves_no_core_with_keys_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    async def agent(_: app.Agent) -> None:
+        seen.append(resource.getrlimit(resource.RLIMIT_CORE)[0])
+
+    config = tmp_path / "a.yaml"
+    config.write_text(f"state_dir: {tmp_path}\n")
+    monkeypatch.setattr(app.Agent, "run", agent)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("nodeagent.logs.configure", lambda: None)
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
+    try:
+        assert run(monkeypatch, "--config", str(config), "run") == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+    assert seen == [0]

@@ -185,6 +185,7 @@ async def test_requests_from_web_pages_are_refused(
         ("PUT", "/v1/datasets", 405),
         ("GET", "/v1/datasets/none/failures?limit=0", 400),
         ("GET", "/v1/datasets/none/failures?limit=x", 400),
+        ("GET", "/v1/datasets/none/failures?limit=%C2%B2", 400),
         ("POST", "/v1/datasets/none/warm", 404),
         ("DELETE", "/v1/datasets/none", 404),
     ],
@@ -197,6 +198,15 @@ async def test_errors_are_json_with_exit_code(
     error = (await answer.json())["error"]
     assert error["message"]
     assert error["exit_code"] >= 1
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/metrics"])
+async def test_what_a_client_expects_changes_no_answer(
+    client: TestClient[Any, Any], path: str
+) -> None:
+    """Or it is answered before anybody has asked who calls, and no record has it."""
+    answer = await client.get(path, headers={"Expect": "x"})
+    assert answer.status == 200
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,15 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from cache.settings import ViewAccessSettings
+from ceph.settings import ClusterSettings
+from kube.settings import AccessSettings
 from nodeagent import rooms, settings
-from nodeagent.settings import Settings
+from nodeagent.cluster.kinds import SecretRef
+from nodeagent.settings import AdminSettings, Settings
+from preheat.settings import ImageSettings, PreheatSettings
 from tests.testbed import scripts
+from volumes.settings import GuardSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,3 +99,29 @@ def test_address_is_taken_apart(listen: str, host: str, port: int, loopback: boo
 def test_docs_page_is_current(generator: Any) -> None:
     current = generator.document() == generator.TARGET.read_text()
     assert current, "run .venv/bin/python scripts/settings_doc.py"
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (SecretRef, {"name": "a"}),
+        (SecretRef, {"name": "a", "key": "b"}),
+        (ViewAccessSettings, {"mode": "0755"}),
+        (AccessSettings, {"server": "https://a:1"}),
+        (ImageSettings, {"ref": "r.test/a:1"}),
+        (PreheatSettings, {"windows": ["01:00-02:00"]}),
+        (GuardSettings, {"drivers": ["rbd"]}),
+        (Settings, {"node": "n1"}),
+        (AdminSettings, {"metrics": "127.0.0.1:9470"}),
+        (ClusterSettings, {"name": "c", "monitors": ["10.0.0.1:1"], "secret_file": "/k"}),
+        (ClusterSettings, {"monitors": ["a:1"], "secret_file": "/k", "name": "c"}),
+        (ClusterSettings, {"name": "c", "monitors": ["a:1"], "secret_file": "/k", "user": "u"}),
+    ],
+)
+def test_name_is_matched_whole(model: type[BaseModel], given: dict[str, str | list[str]]) -> None:
+    """'$' of Python's patterns lets one newline through: a name that no command can write."""
+    model.model_validate(given)
+    *_, (key, value) = ((k, v) for k, v in given.items() if k != "secret_file")
+    wrong = f"{value}\n" if isinstance(value, str) else [f"{value[0]}\n"]
+    with pytest.raises(ValueError, match=key):
+        model.model_validate({**given, key: wrong})

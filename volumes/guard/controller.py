@@ -168,15 +168,23 @@ class Controller:
         if found is None:
             self._scanned = -1e9  # with the next reconcile
         for event in found or ():
-            if event.action != "remove":
-                self._seen(event.name)
-            elif self.manager.knows(event.name):
-                self.manager.forget(event.name)
+            self._heed(event.name, gone=event.action == "remove")
 
     # --- devices
 
     def _is_watched(self, device: blockdev.BlockDevice) -> bool:
         return self.in_force.settings.examines(device)
+
+    def _heed(self, name: str, *, gone: bool = False) -> None:
+        """A device with which something is wrong hides no other, and is scanned for again."""
+        try:
+            if not gone:
+                self._seen(name)
+            elif self.manager.knows(name):
+                self.manager.forget(name)
+        except Exception:
+            log.exception("a device was not heeded", device=name)
+            self._scanned = -1e9
 
     def _seen(self, name: str) -> None:
         """A device was attached or changed, or was found by a scan."""
@@ -223,7 +231,7 @@ class Controller:
         for device in there:
             known = self.manager.known.get(device.name)
             if known is None or known.device.attachment != device.attachment:
-                self._seen(device.name)
+                self._heed(device.name)
         # What uevents added meanwhile stays.
         self.in_force.parts = self.in_force.stacked(there) | (self.in_force.parts - before)
 

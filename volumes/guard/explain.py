@@ -162,7 +162,10 @@ def _by_hand(case: dict[str, Any]) -> str:
     if case["next"] == "unmap":
         if case["mode"] == "on":
             return "Nothing: the agent unmaps it, and the next attach maps it anew"
-        return f"unmap it ('rbd unmap /dev/{case['device']}', never with force); format nothing"
+        return (
+            "kubelet has no record of it: unmap it "
+            f"('rbd unmap /dev/{case['device']}', never with force); format nothing"
+        )
     return (
         "The mapping is broken and does not heal. Stop its pod and let kubelet unmount it; format "
         "nothing, never unmap with force. The data is most likely intact"

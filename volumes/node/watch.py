@@ -188,6 +188,14 @@ class RawBlockWatch:
         await kit.tasks.end(self._task)
 
 
+def _tell(what: str, listeners: Sequence[Callable[..., None]], *told: object) -> None:
+    for listener in listeners:
+        try:
+            listener(*told)
+        except Exception:  # the others must hear all the same
+            log.exception("not heeded", what=what)
+
+
 class NodeWatch:
     """Whoever listens adds a function. ``devices``: gets what uevents say, None where some may be
     lost; ``mounts``: called after each mount and unmount of the host's; ``published``: see
@@ -239,20 +247,15 @@ class NodeWatch:
             pass
         except OSError as error:
             log.warning("uevents cannot be read", error=str(error))
-        for listener in self.devices if found is None or found else ():
-            try:
-                listener(found)
-            except Exception:  # the other one must hear all the same
-                log.exception("uevents were not heeded")
+        if found is None or found:
+            _tell("uevents", self.devices, found)
         return bool(found)
 
     def _mounted(self) -> None:
-        for listener in self.mounts:
-            listener()
+        _tell("mounts", self.mounts)
 
     def _published(self, table: raw_block.Table, whole: bool) -> None:
-        for listener in self.published:
-            listener(table, whole)
+        _tell("raw block volumes", self.published, table, whole)
 
     async def stop(self, user: object) -> None:
         """The last user closes it."""

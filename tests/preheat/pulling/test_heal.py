@@ -7,6 +7,7 @@ import pytest
 from preheat.image import manifest
 from preheat.pulling import heal
 from preheat.runtimes import base, cri_pb2
+from preheat.settings import PreheatSettings
 from tests.preheat.rig import MB, Clock, Rig, pinned, until
 from tests.testbed import containerd, registry
 
@@ -85,6 +86,21 @@ async def test_healer_limits_heals_in_any_hour() -> None:
     )
     assert made.healer.fights == ["r"]
     assert await made.healer.removed("somebody else's")
+
+
+@pytest.mark.parametrize(("every", "is_fight"), [(300.0, True), (590.0, True), (1200.0, False)])
+async def test_a_fight_with_the_kubelet_is_told_while_the_image_is_still_restored(
+    every: float, is_fight: bool
+) -> None:
+    """The kubelet collects at most every five minutes: no limit of heals is reached by it."""
+    made = Healed(per_hour=PreheatSettings.heals_per_hour)
+    made.learn(pin("h", "r", OLD_ID))
+    while made.now < 2 * heal.HOUR:
+        made.now += every
+        assert await made.healer.removed("r")
+    assert made.healer.fights == ["r"] * is_fight
+    made.now += heal.HOUR
+    assert made.healer.fights == []
 
 
 async def test_healer_counts_one_removal_of_several_records_once() -> None:

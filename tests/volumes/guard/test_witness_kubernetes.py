@@ -46,6 +46,9 @@ def rights(kube: kubernetes.Kubernetes) -> str:
     return kube.kubectl("create", "token", "nodeagent").strip()
 
 
+OWNER = {"apiVersion": "v1", "kind": "Namespace", "name": "default", "uid": "UID"}
+
+
 @pytest.fixture(scope="module")
 def reader(kube: kubernetes.Kubernetes) -> str:
     """The token of an account that may read and not mark."""
@@ -306,6 +309,8 @@ async def test_taint_of_a_repair_leaves_other_taints_alone(kube: kubernetes.Kube
         ({"metadata": {"annotations": {"other": "y"}}}, False),
         ({"metadata": {"labels": {"a": "b"}}}, False),
         ({"metadata": {"finalizers": []}}, False),
+        # The garbage collector deletes what is owned by something that is not there.
+        ({"metadata": {"ownerReferences": [{**OWNER, "controller": True}]}}, False),
         ({"spec": {"persistentVolumeReclaimPolicy": "Delete"}}, False),
     ],
 )
@@ -313,12 +318,14 @@ def test_policy_lets_the_agent_mark_and_change_nothing_else(
     kube: kubernetes.Kubernetes, rights: str, change: dict[str, Any], allowed: bool
 ) -> None:
     kube.apply(_volume("pvc-e"))
+    uid = kube.kubectl("get", "namespace", "default", "-o", "jsonpath={.metadata.uid}")
+    owned = json.dumps({"metadata": {"ownerReferences": [OWNER]}}).replace("UID", uid)
+    kube.kubectl("patch", "pv", "pvc-e", "--type=merge", "-p", owned)
+    wanted = json.dumps(change).replace("UID", uid)
     kube.kubectl("annotate", "--overwrite", "pv", "pvc-e", f"{HOLDS_DATA}=old", "other=x")
 
     def patch() -> bool:
-        done = kube._kubectl(
-            "patch", "pv", "pvc-e", "--as", ACCOUNT, "--type=merge", "-p", json.dumps(change)
-        )
+        done = kube._kubectl("patch", "pv", "pvc-e", "--as", ACCOUNT, "--type=merge", "-p", wanted)
         assert done.returncode == 0 or "ValidatingAdmissionPolicy" in done.stderr, done.stderr
         return done.returncode == 0
 

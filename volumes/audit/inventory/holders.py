@@ -13,6 +13,7 @@ its mounts, and so the devices, busy.
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,6 @@ class Processes:
         self.count = 0
         self.hidden = 0  # not readable for us (CAP_SYS_PTRACE, a security module)
         self._names: dict[str, str] = {}
-        self._by_name: dict[str, list[int]] | None = None  # read when it is asked for
         for entry in os.listdir(proc):
             if not entry.isdigit():
                 continue
@@ -65,12 +65,10 @@ class Processes:
         """The mount namespace of pid 1; see ``host_space``."""
         return host_space(self._proc, [pids[0] for pids in self.by_space.values()])
 
-    def named(self, comm: str) -> list[int]:
-        if self._by_name is None:
-            self._by_name = {}
-            for _, pid in self.each():
-                self._by_name.setdefault(self._read(pid, "comm"), []).append(pid)
-        return self._by_name.get(comm, [])
+    @functools.cached_property
+    def kubelets(self) -> list[int]:
+        """This node's kubelet, under whatever name."""
+        return raw_block.kubelets(self._proc)
 
     def _read(self, pid: int, file: str) -> str:
         try:

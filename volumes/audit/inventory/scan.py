@@ -6,6 +6,7 @@ one request after the other; ``Scanner`` is the agent's end of it. A child that 
 time is killed and abandoned, and the next scan starts another one.
 """
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -18,7 +19,7 @@ import kit.errors
 import kit.line_worker
 import kit.pause
 import kit.processes
-from linux import blockdev, mountinfo, procfs, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume, related
@@ -242,7 +243,7 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     nodes = _tmpfs_nodes(request.proc, root, processes, everything)
     no_records = ""
     # Not on a node without kubelet.
-    runs = processes is not None and any(processes.named(name) for name in procfs.KUBELETS)
+    runs = processes is not None and bool(processes.kubelets)
     if kubelet is None and (request.kubelet_set or runs):
         no_records = f"no kubelet directory at {request.kubelet}"
         gaps.append(f"{no_records}: mount it, or set kubelet.root_dir to its path")
@@ -317,8 +318,9 @@ def _host_tables(
         homes = {host_space(proc, []): 1}
     else:
         homes = {processes.host_space(): 1}
-        for pid in processes.named("kubelet"):
-            homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
+        for pid in processes.kubelets:
+            with contextlib.suppress(OSError):  # it ended
+                homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
     tables: dict[int, list[mountinfo.Mount]] = {}
     for inode, pid in homes.items():
         tables[inode] = []
@@ -368,7 +370,7 @@ def _tmpfs_nodes(
     namespace of its own shows them below its own root."""
     roots = [root]
     if processes is not None:
-        roots += [f"{proc}/{pid}/root" for pid in processes.named("kubelet")]
+        roots += [f"{proc}/{pid}/root" for pid in processes.kubelets]
     found: dict[blockdev.Number, list[str]] = {}
     for mount in host:
         if mount.fstype != "tmpfs" or not raw_block.is_published(mount):

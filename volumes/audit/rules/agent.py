@@ -47,9 +47,9 @@ def ledger_mismatch(scene: Scene) -> Outcome | list[Trouble]:
             message=f"{mismatch.image or mismatch.device} held {mismatch.expected} and now holds "
             f"{mismatch.seen}",
             advice="it was formatted or overwritten elsewhere, or its backend gives wrong data. "
-            f"Look again ('nodeagent volume probe /dev/{mismatch.device}'), on another node too, "
-            "before anything is stopped or restored. If the change was intended, accept it "
-            "('nodeagent volume ledger --accept VOLUME')",
+            f"Look again ('nodeagent volume probe /dev/{mismatch.device}'), on another node only "
+            "mapped read-only, before anything is stopped or restored. If the change was intended, "
+            "accept it ('nodeagent volume ledger --accept VOLUME')",
             evidence={"expected": mismatch.expected, "seen": mismatch.seen},
         )
         for mismatch in scene.guard.mismatches

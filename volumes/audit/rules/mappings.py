@@ -7,7 +7,7 @@ blocklisted client's reads fail, which makes a full volume look empty.
 """
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import kit.errors
 from ceph import protocol
@@ -158,9 +158,21 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             f"{len(writers)} of the mappings can write",
             advice="the kernel protects a mounted device only against writes through the same "
             "mapping: mkfs or a second mount through another mapping destroys the file system. "
-            "Unmap all but the mapping in use (see 'nodeagent volume list')",
+            f"Keep the mapping in use. {_leave(inventory, devices)}",
             evidence={"thing": content, "devices": names, "writers": str(len(writers))},
         )
+
+
+def _leave(inventory: Inventory, devices: Sequence[blockdev.BlockDevice]) -> str:
+    """How each of the mappings goes. Behind kubelet's back none does that it has a record of."""
+    if inventory.no_records:
+        return f"{inventory.no_records}: unmap nothing before its records can be read"
+    return "; ".join(
+        f"{each.name}: end its pod, kubelet unmaps it"
+        if inventory.volume_of(each)
+        else f"{each.name}: kubelet has no record of it, unmap it without force"
+        for each in devices
+    )
 
 
 # -- mapped-elsewhere --------------------------------------------------------------------------

@@ -25,11 +25,15 @@ from tests.volumes.audit.world import (
 )
 from volumes.audit import repair, scheduler
 from volumes.audit.inventory import holders, model, scan
+from volumes.audit.inventory.holders import Processes
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
 from volumes.node import raw_block
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
+
+
+POD = "0::/kubepods.slice/kubepods-pod8d2a38a4_b6d2_4e0c_a9a2_5f4a7d2c9c11.slice/cri-x.scope"
 
 
 class Host:
@@ -44,12 +48,13 @@ class Host:
         (self.proc / "devices").write_text("Block devices:\n  7 loop\n")
         self.mounts("/")
 
-    def process(self, comm: str) -> None:
+    def process(self, comm: str, cgroup: str = "0::/x", space: int = 4026531841) -> None:
         self.processes += 1
         home = self.proc / str(self.processes)
         (home / "ns").mkdir(parents=True)
-        (home / "ns/mnt").symlink_to("mnt:[4026531841]")
+        (home / "ns/mnt").symlink_to(f"mnt:[{space}]")
         (home / "comm").write_text(f"{comm}\n")
+        (home / "cgroup").write_text(f"{cgroup}\n")
 
     def mounts(self, *targets: str) -> None:
         lines = (
@@ -119,6 +124,32 @@ def test_missing_kubelet_directory_is_a_gap_only_with_a_kubelet(host: Host) -> N
     assert any("set kubelet.root_dir" in gap for gap in missing.gaps)
     (host.root / "var/lib/kubelet").mkdir(parents=True)
     assert host.look().no_records == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "cgroup", "ours"),
+    [
+        ("kubelet", "0::/system.slice/kubelet.service", True),
+        ("kubelite", "0::/system.slice/snap.service", True),
+        ("k3s-agent", "0::/x", True),
+        ("kubelet", POD, False),  # a cluster in a pod has its own records and mounts
+        ("k3s-server", POD, False),
+        ("kubelet-wrapper", "0::/x", False),
+    ],
+)
+def test_only_this_nodes_kubelet_counts_whatever_contains_it(
+    host: Host, name: str, cgroup: str, ours: bool
+) -> None:
+    host.process(name, cgroup, space=4026532000)
+    line = "7 1 8:2 / /var/lib/kubelet rw - ext4 /dev/sda2 rw\n"
+    (host.proc / "2/mountinfo").write_text(line)
+    (host.proc / "2/root").symlink_to(host.root)
+    assert (host.look().no_records != "") == ours
+    (host.root / "var/lib/kubelet").mkdir(parents=True)
+    found = host.look().kubelet
+    assert found is not None
+    tables = scan._host_tables(str(host.proc), Processes(str(host.proc), "/none"), [], scan.Kept())
+    assert (4026532000 in tables) == ours
 
 
 def test_quick_scan_keeps_no_records_until_the_directory_exists() -> None:

@@ -27,8 +27,10 @@ def test_a_chosen_dry_run_is_an_info_and_a_guard_that_lacks_something_is_not() -
 
 def test_ledger_mismatch_names_both_contents() -> None:
     odd = GuardView(True, mismatches=(LedgerMismatch("rbd0", "i", "ext4 a", "ext4 b"),))
-    message = only(agent.ledger_mismatch, scene(guard=odd)).message
-    assert "ext4 a" in message and "ext4 b" in message
+    found = only(agent.ledger_mismatch, scene(guard=odd))
+    assert "ext4 a" in found.message and "ext4 b" in found.message
+    # A second mapping that can write, on a node whose guard knows nothing of it, is the next fault.
+    assert "on another node only mapped read-only" in found.advice
 
 
 def test_unread_log_of_a_default_source_is_an_info() -> None:

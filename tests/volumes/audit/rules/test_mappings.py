@@ -19,6 +19,7 @@ from tests.volumes.audit.world import (
     scene,
     space,
     view,
+    volume,
 )
 from volumes.audit.rules import mappings
 from volumes.audit.rules.base import Outcome
@@ -91,6 +92,27 @@ def test_mapped_twice_sees_the_other_mapping_under_any_name(
     assert [(t.subject, t.device, t.severity) for t in outcome.troubles] == (
         [("rbd0", "rbd0", severity)] if severity else []
     )
+
+
+@pytest.mark.parametrize(
+    ("recorded", "no_records", "told", "untold"),
+    [
+        (("rbd0",), "", ("rbd0: end its pod, kubelet unmaps it", "rbd1: kubelet has no"), ()),
+        (("rbd0", "rbd1"), "", ("rbd0: end its pod", "rbd1: end its pod"), ("no record",)),
+        ((), "no kubelet directory at /k", ("unmap nothing",), ("no record",)),
+    ],
+)
+def test_mapped_twice_advises_to_unmap_only_what_kubelet_has_no_record_of(
+    recorded: tuple[str, ...], no_records: str, told: tuple[str, ...], untold: tuple[str, ...]
+) -> None:
+    volumes = tuple(volume(device=name, handle=f"of-{name}") for name in recorded)
+    twin = device(name="rbd1", number=(252, 16))
+    at = scene(devices=(DEVICE, twin), volumes=volumes, no_records=no_records)
+    (trouble,) = judge(mappings.mapped_twice, at).troubles
+    for text in told:
+        assert text in trouble.advice
+    for text in untold:
+        assert text not in trouble.advice
 
 
 def test_mapped_twice_is_not_about_devices_that_are_left_out() -> None:
