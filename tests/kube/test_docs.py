@@ -95,7 +95,10 @@ def _run(plane: ControlPlane, command: str) -> str:
     """What a reader's shell prints of ``command``."""
     done = subprocess.run(
         ["bash", "-ec", command], cwd=docpages.ROOT, text=True, capture_output=True, check=False,
-        env={"PATH": f"{kubernetes.BIN}:/usr/bin:/bin", "KUBECONFIG": str(plane.admin.kubeconfig)},
+        env={
+            "PATH": f"{kubernetes.BIN}:/usr/bin:/bin", "KUBECONFIG": str(plane.admin.kubeconfig),
+            "HOME": str(plane.folder),  # kubectl keeps what it learns there
+        },
         timeout=waiting.limit(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
