@@ -555,7 +555,7 @@ def metrics(
     sizes = {name: row.bytes.total for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Stored bytes of the dataset, in the sizes of its source."
+    text = "Total size of the stored files, as in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -577,10 +577,10 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0: the source does not answer. A complete dataset that needs no source has 1."
+    text = "1: the source answers, or a complete dataset does not need it; otherwise 0."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
-    yield gauge("cache_generations", "Generations of all datasets that are stored.", kept)
+    yield gauge("cache_generations", "Number of stored generations, of all datasets.", kept)
     yield gauge("cache_budget_bytes", "Maximum bytes of the store.", budget)
     yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
     text = "The health of the store's disk, as a label; the value is 1."
@@ -600,7 +600,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Oldest end of a dataset's last complete scrub. No series before the first one."
+    text = "The oldest of the times at which each dataset was last scrubbed completely."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

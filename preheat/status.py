@@ -368,12 +368,12 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Images that left the settings and wait for their release."
+    text = "Images that the settings no longer list and that are still pinned."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
     text = "Unpacked layers of requested images that are not yet known to survive a power cut."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
-    text = "Pinned images that somebody removes more often than the agent may heal them."
+    text = "Pinned images that were removed too often (30 times an hour) to be restored again."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
     yield counter("preheat_heals", "Removed pinned images that were restored.", counts.heals)
     yield counter(
@@ -386,9 +386,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
     text = "Images unpacked again because the node went down before they were durable."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
-    text = "Times that the runtime went away during a changing call."
+    text = "How often containerd stopped while the agent changed something in it."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes that needed no download."
+    text = "Bytes of images that needed no download: a container used the image (use), or the "
+    text += "agent restored it (heal)."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
     text = "Removed pinned images that were not restored."
