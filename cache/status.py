@@ -79,7 +79,7 @@ class ShownUpdate:
 
 @dataclass(frozen=True)
 class JobRate:
-    """Of the running job, a second."""
+    """Files and bytes per second of the running job."""
 
     files: float
     bytes: int
@@ -113,18 +113,18 @@ class ShownDataset:
     priority: int
     warm: bool
     generation: str  # id of the current generation
-    snapshot: str | None  # its snapshot
-    update: ShownUpdate | None  # next generation
-    source: dict[str, Any]  # the settings without secrets, reachable, read_by
+    snapshot: str | None  # snapshot of the current generation
+    update: ShownUpdate | None  # the next generation
+    source: dict[str, Any]  # its settings (no secrets), `reachable` and `read_by`
     files: EntryCounts
     bytes: ByteCounts
     estimated: bool  # totals are not counted yet
     phase: Phase
     rate: JobRate
     eta_seconds: int | None
-    store_bytes: int  # SSD bytes that it takes
+    store_bytes: int  # SSD bytes used
     kept_share: float  # share of the files that fit; 1: all
-    refreshes: int
+    refreshes: int  # how often the view was refreshed
     verify: dict[str, Any] | None
     scrub: ShownScrub
     compare: ShownCompare | None  # comparison of a frozen dataset with its source
@@ -133,9 +133,9 @@ class ShownDataset:
     hits: Ratio | None  # share of reads from the SSD; null: unknown
     # Ratio per minute of the last hour, the oldest first; null: unknown.
     hits_history: Sequence[float | None]
-    # Unix time when a job was last seen to use it; before that, when it was added.
+    # Unix time of the last use by a job. Without a use: the time when the dataset was added.
     used: int | None
-    used_by: str  # who uses the view now, or opened files lately; empty: nobody
+    used_by: str  # who uses the view now, or opened files a short time ago; empty: nobody
     completed: float | None  # Unix time
     notes: Sequence[str]
 
@@ -216,7 +216,7 @@ class ShownGeneration:
     why: str  # why it is not complete, or what is wrong with it
     files: int
     bytes: int
-    store_bytes: int  # SSD bytes that it takes
+    store_bytes: int  # SSD bytes used
     shared_bytes: int  # of these, shared with the generation before
     shared_files: int
     served: float | None  # Unix time since which it served

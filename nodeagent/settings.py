@@ -116,7 +116,7 @@ class ReviewSettings(kit.settings.Section):
     may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
-    """A token must be meant for one of these audiences. Default: the API server itself."""
+    """A token must have one of these audiences. Default: the audience of the API server."""
 
 
 class ApiSettings(kit.settings.Section):
@@ -155,7 +155,7 @@ class AdminSettings(kit.settings.Section):
     """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
     the status page. null: off."""
     names: tuple[str, ...] = ()
-    """More host names by which clients may call the TCP listeners. The agent refuses other names
+    """More host names that clients may use for the TCP listeners. The agent refuses other names
     (DNS rebinding)."""
     api: ApiSettings | None = None
     """Admin API over TCP, with TLS and tokens. Not set: off."""
@@ -210,8 +210,9 @@ class Process(kit.settings.Section):
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
-    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. Not
-    set: off, but `volumes` and `admin.api` may use the pod's account."""
+    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. If
+    not set, the agent reads no objects; `volumes` and `admin.api` can still use the pod's
+    account."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
     """Lock, journals and mount points of the agent. Must survive reboots."""
 

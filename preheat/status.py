@@ -63,7 +63,7 @@ class Status:
     pinned: bool
     bytes_total: int
     bytes_done: int
-    by: By
+    by: By  # who asked: an operator, the settings or an ImageSet (policy), or `retain`
     keep: str  # always, never or for:<seconds>
     priority: int
     reason: str = ""
@@ -76,7 +76,7 @@ class Status:
     retry_at: float | None = None  # Unix time; null: no retry
     in_use: bool = False
     last_used: float | None = None  # Unix time
-    dropped_until: float | None = None  # Unix time of release, after it left the settings
+    dropped_until: float | None = None  # Unix time of release, after the settings dropped it
     layers: Sequence[LayerBytes] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
@@ -235,7 +235,7 @@ class ImagePlan:
 
     at: float  # Unix time
     disk: ImageDisk
-    pin_budget: int  # as far as the disk can hold it
+    pin_budget: int  # or less, if the disk is too small
     pinned_bytes: int
     pause: str  # why all pulls stop, or empty
     pull: Sequence[str]

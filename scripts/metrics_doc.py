@@ -44,6 +44,11 @@ dataset adds {each}. GPUs add two. Images, volumes, files and pods add none.
 The parentheses after a name hold its labels.
 """
 
+PROCESS = """\
+`process_*` and `python_info` are the usual metrics of a Prometheus client: CPU time, memory and
+open files.
+"""
+
 # Of labels whose values lie in the code: shown when there are no more than so many.
 MOST_VALUES = 6
 MOST_SERIES = 320  # of the node that census.py makes
@@ -94,8 +99,11 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         grouped[max(begins, key=len, default="process")].append(family)
     for begin, its in grouped.items():
         yield f"## {TITLES[begin]}\n"
-        yield from (item(each) for each in sorted(its, key=lambda family: family.name))
-        yield ""
+        if begin == "process":
+            yield PROCESS
+        else:
+            yield from (item(each) for each in sorted(its, key=lambda family: family.name))
+            yield ""
 
 
 def document() -> str:
