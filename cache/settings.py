@@ -155,7 +155,7 @@ class PvcSource(kit.settings.Section):
     namespace: kit.settings.Word
     """Namespace of the claim."""
     name: kit.settings.Word
-    """Name of the claim. It needs the annotation nodeagent.io/cache: allowed."""
+    """Name of the claim. The claim needs the annotation nodeagent.io/cache: allowed."""
     snapshot: kit.settings.Word | None = None
     """Name of a VolumeSnapshot in the claim's namespace. 'freshness: snapshot' needs it."""
 
@@ -222,8 +222,8 @@ class DatasetSettings(kit.settings.Section):
     source: Source
     """Where the files are. Its kind: dir, cephfs, rbd or pvc."""
     freshness: Literal["snapshot", "follow", "frozen"]
-    """snapshot: an immutable snapshot; another one is an update. follow: the newest snapshot of the
-    directory. frozen: you promise that the tree does not change."""
+    """snapshot: one snapshot; another snapshot is an update. follow: always the newest snapshot of
+    the directory. frozen: no snapshot, and you promise that the files do not change."""
     snapshots: str = Field(default="*", min_length=1, max_length=255)
     """For 'freshness: follow': shell pattern of snapshot names. '*' excludes names that begin with
     '_' (snapshots of directories above)."""
@@ -237,11 +237,11 @@ class DatasetSettings(kit.settings.Section):
     is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    After each fill, the same files are kept."""
+    The agent always keeps the same files."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store. 0: no limit of its own."""
+    """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False
-    """Never evict it for other datasets."""
+    """Never evict this dataset for other datasets."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 

@@ -16,9 +16,13 @@ The fields of the agent's objects. `kubectl explain cds.spec` shows the same tex
 [kubernetes.md](kubernetes.md) explains how to use them.
 
 How to read the lists: the parentheses hold the type or the allowed values. A field without a type
-is a string. `[]` means a list. A text that begins with `(cephfs)` is for this
-kind of source only. A time in RFC 3339 is like `2026-11-22T04:10:05Z`.
+is a string. `[]` means a list. A text that begins with `(cephfs)` is for this kind of source only.
+A time in RFC 3339 is like `2026-11-22T04:10:05Z`.
 """
+
+
+# Objects whose fields need no explanation.
+_PLAIN = ("status.conditions[]", "status.findingCounts", "status.versions")
 
 
 def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
@@ -43,7 +47,8 @@ def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
         if kind == "object" and path.count(".") == 1 and field.get("type") != "array":
             notes = notes[1:]  # its fields follow
         found.append(pages.item(path, ", ".join(notes), text))
-        found += _rows(inner, f"{path}.")
+        if path not in _PLAIN:
+            found += _rows(inner, f"{path}.")
     return found
 
 

@@ -38,15 +38,10 @@ explains each alert.
 
 ## How many series a node has
 
-A node with {datasets} datasets in a cluster has about {total} series, never more than {most}. Each
-dataset adds {each}. GPUs add two. Images, volumes, files and pods add none.
+A node with {datasets} datasets in a cluster has about {total} series. Each dataset adds {each}.
+GPUs add two. Images, volumes, files and pods add none.
 
 The parentheses after a name hold its labels.
-"""
-
-PROCESS = """\
-`process_*` and `python_info` are the usual metrics of a Prometheus client: CPU time, memory and
-open files.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.
@@ -99,11 +94,8 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         grouped[max(begins, key=len, default="process")].append(family)
     for begin, its in grouped.items():
         yield f"## {TITLES[begin]}\n"
-        if begin == "process":
-            yield PROCESS
-        else:
-            yield from (item(each) for each in sorted(its, key=lambda family: family.name))
-            yield ""
+        yield from (item(each) for each in sorted(its, key=lambda family: family.name))
+        yield ""
 
 
 def document() -> str:
@@ -117,7 +109,6 @@ def document() -> str:
         images=census.IMAGES,
         volumes=census.VOLUMES,
         total=sum(len(family.samples) for family in found if family.name not in OF_GPUS),
-        most=MOST_SERIES,
         each=of_a_dataset,
         states=", ".join(
             f"`{f.name}`" for f in found if is_state(f) and "cache_state" not in f.name

@@ -63,7 +63,7 @@ class NodesStatus(kit.settings.Shown):
 
     wanted: int = 0  # Nodes that the object selects.
     ready: int = 0  # Nodes that have the whole dataset, or all images.
-    refused: int = 0  # Nodes that cannot use it. Conditions say why.
+    refused: int = 0  # Nodes that refuse the object. Conditions say why.
 
 
 class RequestStatus(kit.settings.Shown):
@@ -87,7 +87,7 @@ class IntentStatus(kit.settings.Shown):
     # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
     # spec. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
     conditions: tuple[ObjectCondition, ...] = ()
-    chosen: tuple[str, ...] = ()  # With spread: the nodes that keep it.
+    chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
     # For each verb (warm, verify, pause, rescan): the last value of the annotation that all wanted
     # nodes acted on. The condition (Warmed, Verified, Paused, Rescanned) says whether the action
     # succeeded.
@@ -98,7 +98,7 @@ class ObjectStatus(kit.settings.Shown):
     """What this node makes of one object."""
 
     kind: str  # Kind of the object.
-    name: str  # Its name.
+    name: str  # Name of the object.
     observed_generation: int = 0  # metadata.generation of the spec that this node uses.
     accepted: bool = True  # Whether this node accepts the object. If not, message says why.
     ready: bool = False  # Whether this node has the whole dataset, or all images.
@@ -106,7 +106,7 @@ class ObjectStatus(kit.settings.Shown):
     bytes: int = 0  # Size in bytes.
     # Why the object is not accepted or not ready. For a deleted object: who still uses it.
     message: str = ""
-    candidate: bool = False  # With spread: whether this node may keep it.
+    candidate: bool = False  # With spread: whether this node may keep the dataset.
     requests: tuple[RequestStatus, ...] = ()  # What annotations ask of this node.
 
 
@@ -145,5 +145,5 @@ class NodeStatus(kit.settings.Shown):
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
     objects: tuple[ObjectStatus, ...] = ()  # One entry for each object that selects this node.
     findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
-    finding_counts: FindingCounts = FindingCounts()  # Number of findings of each severity.
-    versions: Versions = Versions()  # What runs on the node.
+    finding_counts: FindingCounts = FindingCounts()  # Number of findings: critical, warning, info.
+    versions: Versions = Versions()  # Versions of the agent and the kernel.
