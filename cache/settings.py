@@ -232,9 +232,8 @@ class DatasetSettings(kit.settings.Section):
     warm: bool = True
     """Fill the store automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The dataset with the higher priority is filled first and evicted last. Its fill interrupts a
-    running fill. With equal priority, datasets are filled by name, and the least recently used one
-    is evicted first."""
+    """Datasets with higher priority are filled first and evicted last; they interrupt other fills.
+    With equal priority: filled by name, the least recently used one is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
     The agent always keeps the same files."""

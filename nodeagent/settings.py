@@ -210,9 +210,8 @@ class Process(kit.settings.Section):
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
-    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. If
-    not set, the agent reads no objects; `volumes` and `admin.api` can still use the pod's
-    account."""
+    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. Not
+    set: the agent reads no objects, but `volumes` and `admin.api` can use the pod's account."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
     """Lock, journals and mount points of the agent. Must survive reboots."""
 

@@ -34,8 +34,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """Long form of a time: `pin: {for: 72h}`. If nobody used the image, the time starts with the
-    pull."""
+    """Long form of a time: `pin: {for: 72h}`. Without a use, the time starts with the pull."""
 
 
 def _pin(value: object) -> object:
@@ -66,8 +65,7 @@ class ImageSettings(kit.settings.Section):
     """true: also pull an image that needs credentials. Then any pod on the node can run it without
     credentials, unless the kubelet verifies them (docs/preheat.md)."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Only on nodes with all these labels in `preheat.node_labels` (not Kubernetes labels). Empty:
-    every node."""
+    """Only nodes with all these `preheat.node_labels` (no Kubernetes labels). Empty: every node."""
 
 
 class RetainSettings(kit.settings.Section):
@@ -76,8 +74,7 @@ class RetainSettings(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """How long the agent keeps an image after its last container ended. Images below 1 GiB are not
-    kept."""
+    """How long to keep an image after its last container ended. Not for images below 1 GiB."""
     at_least: ClassVar[kit.settings.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
@@ -115,8 +112,7 @@ class FleetSettings(kit.settings.Section):
     nodes: int = Field(ge=1, le=1_000_000)
     """Number of nodes with these settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """Maximum nodes at one registry at a time. For this, the agent lengthens `spread` and
-    `refresh`."""
+    """Maximum nodes at one registry at a time. This lengthens `spread` and `refresh`."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -163,8 +159,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     """Maximum download rate of all pulls. The agent then fetches layers itself. Not set: no limit;
     the runtime downloads."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """Hours when pulls may start, as HH:MM-HH:MM in UTC. Empty: always. Pulls by an operator start
-    at any time."""
+    """Hours of pulls, HH:MM-HH:MM (UTC). Empty: always. Pulls by an operator start at any time."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0

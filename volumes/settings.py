@@ -69,16 +69,14 @@ class GuardSettings(kit.settings.Section):
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
-    """Programs that may always open a guarded device for writing. The guard compares only the first
-    15 bytes of the process name."""
+    """Programs that may open a guarded device for writing: the first 15 bytes of their names."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is not an option or
     the value of an option. If any argument is a destructive command (cryptsetup luksFormat), the
     program needs a lease."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """How long a lease permits to format a blank device. Use more than 122 s, the kubelet's longest
-    retry interval, and more than one mkfs takes. If nobody used the lease, the next attempt gets a
-    new one."""
+    """How long a lease lasts. Use more than 122 s, the kubelet's longest retry interval, and more
+    than one mkfs takes. After an unused lease, the next attempt gets a new one."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""

@@ -88,9 +88,8 @@ class IntentStatus(kit.settings.Shown):
     # spec. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each verb (warm, verify, pause, rescan): the last value of the annotation that all wanted
-    # nodes acted on. The condition (Warmed, Verified, Paused, Rescanned) says whether the action
-    # succeeded.
+    # For each verb (warm, verify, pause, rescan): the last value that all wanted nodes acted on.
+    # The condition, like Warmed, says whether the action succeeded.
     carried_out: Mapping[str, str] = {}
 
 
@@ -104,8 +103,7 @@ class ObjectStatus(kit.settings.Shown):
     ready: bool = False  # Whether this node has the whole dataset, or all images.
     percent: int = 0  # Share on this node, in percent.
     bytes: int = 0  # Size in bytes.
-    # Why the object is not accepted or not ready. For a deleted object: who still uses it.
-    message: str = ""
+    message: str = ""  # Why it is not accepted or not ready. If deleted: who still uses it.
     candidate: bool = False  # With spread: whether this node may keep the dataset.
     requests: tuple[RequestStatus, ...] = ()  # What annotations ask of this node.
 

@@ -33,14 +33,12 @@ class Cluster:
         follower, writer = self._follower, self._writer
         servers = {"objects": follower.server, "reports": writer.server}
         requests = {part: each.requests for part, each in servers.items()}
-        text = "Requests: about CachedDataset and ImageSet (objects), about NodeStorage (reports)."
-        yield counter("cluster_requests", text, requests, "part")
+        yield counter("cluster_requests", "Requests to the API server.", requests, "part")
         received = {part: each.received for part, each in servers.items()}
-        text = "Bytes that the agent received from the API server."
+        text = "Bytes of answers about CachedDataset and ImageSet (objects), NodeStorage (reports)."
         yield counter("cluster_received_bytes", text, received, "part")
         lists = {kind: each.lists for kind, each in follower.watches.items()}
-        text = "How often the agent listed all objects of this kind."
-        yield counter("cluster_lists", text, lists, "kind")
+        yield counter("cluster_lists", "How often all objects were listed.", lists, "kind")
         yield gauge("cluster_synced", "1 while all objects are known.", float(follower.synced))
         writes = {"node": writer.writes, "rollup": writer.rolls}
         text = "Writes of NodeStorage (node), and of the objects' status (rollup)."
