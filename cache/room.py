@@ -56,10 +56,10 @@ class DatasetStatus(kit.settings.Shown):
     bytes: int = 0  # Bytes of the dataset, as far as counted.
     done_bytes: int = 0  # Bytes on the SSD. During a fill, in steps of 5 % of the whole.
     percent: int = 0  # Share on the SSD. During a fill, in steps of 5. 100: complete.
-    # What an interrupted fill waits for: a dataset, its priority, and its job. The fill continues
-    # automatically.
+    # Why a fill is interrupted: the dataset that goes first, its priority, and what it does (fill,
+    # verify). The interrupted fill then continues automatically.
     waits_for: str = ""
-    message: str = ""  # Why it is not complete, or who uses a deleted one.
+    message: str = ""  # Why the dataset is not complete. For a deleted dataset: who still uses it.
     scrubbed: str = ""  # End of the last complete scrub (RFC 3339). Empty before the first one.
 
 
@@ -107,13 +107,13 @@ _DATASETS = Intent(
         Rule(
             "self.freshness != 'snapshot' || has(self.source.snapshot) || "
             "(has(self.source.path) && self.source.path.split('/').exists(p, p == '.snap'))",
-            "freshness 'snapshot' needs source.snapshot (dir: a .snap path); a tree without one is "
-            "live and cannot be cached",
+            "freshness 'snapshot' needs source.snapshot (dir: a path in .snap); without a "
+            "snapshot, write 'frozen' if the tree never changes",
         ),
         Rule(
             "self.freshness != 'frozen' || !(has(self.source.snapshot) || "
             "(has(self.source.path) && self.source.path.split('/').exists(p, p == '.snap')))",
-            "the source is a snapshot; say freshness: snapshot",
+            "the source is a snapshot; write freshness: snapshot",
         ),
         Rule(
             "!has(self.source.path) || self.source.path.startsWith('/')",

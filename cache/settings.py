@@ -58,13 +58,13 @@ class CephfsSource(kit.settings.Section):
     path: str = "/"
     """Root directory of the dataset in the file system."""
     snapshot: str | None = None
-    """Name of a snapshot in `path`/.snap. 'freshness: snapshot' needs it. Another name is an
-    update."""
+    """Name of a snapshot in `path`/.snap. 'freshness: snapshot' needs it. If you change the name,
+    the dataset is updated."""
     manifest: str | None = Field(default=None, max_length=4096)
-    """Manifest of the snapshot. Nodes read it instead of listing directories. If they cannot use
-    it, they list. The file is below 'path', or on this host if it begins with '/'. {snapshot}
-    stands for the snapshot's name. 'nodeagent dataset publish-manifest NAME --to FILE' writes
-    it."""
+    """Manifest of the snapshot. Nodes read it instead of listing directories. If a node cannot use
+    it, the node lists the directories. The file is below 'path', or on this host if it begins with
+    '/'. {snapshot} stands for the snapshot's name. 'nodeagent dataset publish-manifest NAME --to
+    FILE' writes it."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
@@ -120,7 +120,7 @@ class RbdSource(kit.settings.Section):
     image: kit.settings.Word
     """Name of the image. Encrypted images do not work."""
     snapshot: kit.settings.Word
-    """Name of the snapshot. It is the version of the dataset."""
+    """Name of the snapshot. The snapshot is the version of the dataset."""
     partition: int = Field(0, ge=0, le=128)
     """Partition that holds the file system. 0: the image has no partitions."""
     user: ceph.settings.User = ceph.settings.USER
@@ -155,7 +155,7 @@ class PvcSource(kit.settings.Section):
     namespace: kit.settings.Word
     """Namespace of the claim."""
     name: kit.settings.Word
-    """Name of the claim. It needs the annotation nodeagent.io/cache: allowed."""
+    """Name of the claim. The claim needs the annotation nodeagent.io/cache: allowed."""
     snapshot: kit.settings.Word | None = None
     """Name of a VolumeSnapshot in the claim's namespace. 'freshness: snapshot' needs it."""
 
@@ -222,8 +222,8 @@ class DatasetSettings(kit.settings.Section):
     source: Source
     """Where the files are. Its kind: dir, cephfs, rbd or pvc."""
     freshness: Literal["snapshot", "follow", "frozen"]
-    """snapshot: an immutable snapshot; another one is an update. follow: the newest snapshot of the
-    directory. frozen: you promise that the tree does not change."""
+    """snapshot: one snapshot; another snapshot is an update. follow: always the newest snapshot of
+    the directory. frozen: no snapshot, and you promise that the files do not change."""
     snapshots: str = Field(default="*", min_length=1, max_length=255)
     """For 'freshness: follow': shell pattern of snapshot names. '*' excludes names that begin with
     '_' (snapshots of directories above)."""
@@ -232,15 +232,15 @@ class DatasetSettings(kit.settings.Section):
     warm: bool = True
     """Fill the store automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher is filled first and evicted last. A fill with higher priority interrupts a running
-    fill. Equal: filled by name; the least recently used is evicted first."""
+    """Datasets with higher priority are filled first and evicted last; they interrupt other fills.
+    With equal priority: filled by name, the least recently used one is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
-    """Maximum bytes in the store. 0: no limit of its own. Jobs read the rest from the source. The
-    same files stay in every run."""
+    """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
+    The agent always keeps the same files."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store. 0: no limit of its own."""
+    """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False
-    """Never evict it for other datasets."""
+    """Never evict this dataset for other datasets."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -290,14 +290,14 @@ class FillSettings(kit.settings.Section):
     """How hard a fill may work. These limits change while it runs."""
 
     workers: int = Field(default=8, ge=1, le=64)
-    """Processes that copy."""
+    """Number of processes that copy files."""
     bytes_per_second: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes read from sources per second. 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
     """Maximum files read from sources per second. 0: no limit."""
     jitter: kit.settings.Seconds = Field(default=0.0, ge=0, le=86400)
-    """Longest random delay before the node fills a new snapshot. It keeps nodes from starting
-    together. Manual warm and update do not wait."""
+    """Longest random delay before the node fills a new snapshot. So not all nodes start at the same
+    time. 'dataset warm' and 'dataset update' do not wait."""
 
 
 class ScrubSettings(kit.settings.Section):
@@ -317,8 +317,8 @@ class CompareSettings(kit.settings.Section):
     their status alone. A difference is a finding; 'nodeagent dataset rescan NAME' takes it over."""
 
     every: kit.settings.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
-    """Time between two comparisons of a frozen dataset with its source, give or take 10 %. 0:
-    never. The agent mounts a CephFS for it."""
+    """Time between two comparisons of a frozen dataset with its source, ±10 %. 0: never. For
+    CephFS, the agent mounts the source each time."""
     entries: ClassVar[int] = 512
     """About how many files are looked at in a round, and an eighth as many directories. The next
     round looks at others."""
@@ -342,7 +342,7 @@ class CacheSettings(kube.settings.RoomSettings):
     """Directory of the store, on the SSD."""
     disk: kit.settings.AbsolutePath | None = None
     """Mount point of the SSD. If nothing is mounted there, the agent does not use the store, and
-    jobs read from the sources. Default: the disk on which the store was first. /: any disk."""
+    jobs read from the sources. Default: the disk where the store was created. /: any disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
     """Directory of the views. Jobs read <views>/<name>/data. Mount <views>/<name> into pods."""
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
@@ -351,7 +351,7 @@ class CacheSettings(kube.settings.RoomSettings):
     """Maximum files and directories in the store. 0: only the reserve limits them."""
     reserve: kit.settings.Share = 0.1
     """Share of the SSD's bytes and inodes that stays free, so that the kubelet reports no
-    DiskPressure. With `kubelet.config`: at least the kubelet's thresholds and an eighth more."""
+    DiskPressure. With `kubelet.config`: at least the kubelet's thresholds plus one eighth."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0
@@ -370,8 +370,8 @@ class CacheSettings(kube.settings.RoomSettings):
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
-    """Only in this directory may objects of the cluster name key files (source.secret_file). A
-    secretRef does not need it."""
+    """`source.secret_file` of a CachedDataset must be in this directory. With `secretRef` you do
+    not need this setting."""
     datasets: tuple[DatasetSettings, ...] = ()
     """The datasets to cache."""
 

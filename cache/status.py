@@ -79,7 +79,7 @@ class ShownUpdate:
 
 @dataclass(frozen=True)
 class JobRate:
-    """Of the running job, a second."""
+    """Files and bytes per second of the running job."""
 
     files: float
     bytes: int
@@ -113,18 +113,18 @@ class ShownDataset:
     priority: int
     warm: bool
     generation: str  # id of the current generation
-    snapshot: str | None  # its snapshot
-    update: ShownUpdate | None  # next generation
-    source: dict[str, Any]  # the settings without secrets, reachable, read_by
+    snapshot: str | None  # snapshot of the current generation
+    update: ShownUpdate | None  # the next generation
+    source: dict[str, Any]  # its settings (no secrets), `reachable` and `read_by`
     files: EntryCounts
     bytes: ByteCounts
     estimated: bool  # totals are not counted yet
     phase: Phase
     rate: JobRate
     eta_seconds: int | None
-    store_bytes: int  # SSD bytes that it takes
+    store_bytes: int  # SSD bytes used
     kept_share: float  # share of the files that fit; 1: all
-    refreshes: int
+    refreshes: int  # how often the view was refreshed
     verify: dict[str, Any] | None
     scrub: ShownScrub
     compare: ShownCompare | None  # comparison of a frozen dataset with its source
@@ -133,9 +133,9 @@ class ShownDataset:
     hits: Ratio | None  # share of reads from the SSD; null: unknown
     # Ratio per minute of the last hour, the oldest first; null: unknown.
     hits_history: Sequence[float | None]
-    # Unix time when a job was last seen to use it; before that, when it was added.
+    # Unix time of the last use by a job. Without a use: the time when the dataset was added.
     used: int | None
-    used_by: str  # who uses the view now, or opened files lately; empty: nobody
+    used_by: str  # who uses the view now, or opened files a short time ago; empty: nobody
     completed: float | None  # Unix time
     notes: Sequence[str]
 
@@ -216,7 +216,7 @@ class ShownGeneration:
     why: str  # why it is not complete, or what is wrong with it
     files: int
     bytes: int
-    store_bytes: int  # SSD bytes that it takes
+    store_bytes: int  # SSD bytes used
     shared_bytes: int  # of these, shared with the generation before
     shared_files: int
     served: float | None  # Unix time since which it served
@@ -555,7 +555,7 @@ def metrics(
     sizes = {name: row.bytes.total for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Stored bytes of the dataset, in the sizes of its source."
+    text = "Total size of the stored files, as in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -577,10 +577,10 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0: the source does not answer. A complete dataset that needs no source has 1."
+    text = "1: the source answers, or a complete dataset does not need it; otherwise 0."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
-    yield gauge("cache_generations", "Generations of all datasets that are stored.", kept)
+    yield gauge("cache_generations", "Number of stored generations, of all datasets.", kept)
     yield gauge("cache_budget_bytes", "Maximum bytes of the store.", budget)
     yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
     text = "The health of the store's disk, as a label; the value is 1."
@@ -600,7 +600,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Oldest end of a dataset's last complete scrub. No series before the first one."
+    text = "The oldest of the times at which each dataset was last scrubbed completely."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

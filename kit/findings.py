@@ -17,7 +17,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One audit result."""
+    """One finding of any component."""
 
     id: str  # stays the same while the problem exists
     rule: str

@@ -46,15 +46,15 @@ class KubeletSettings(kit.settings.Section):
     take the kubelet's defaults for them, and the reserve is that of the cache alone."""
 
     root_dir: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir. A store on the same file system obeys nodefs.available and
+    """The kubelet's --root-dir. A store on the same file system respects nodefs.available and
     nodefs.inodesFree."""
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
-    """Directory of the images. A store on the same file system obeys imagefs.available and
+    """Directory of the images. A store on the same file system respects imagefs.available and
     imagefs.inodesFree."""
     config: kit.settings.AbsolutePath | None = None
-    """The kubelet's configuration file (--config), for its thresholds. If the kubelet has
-    thresholds as flags, name a file of this format with the same values. Not set: image pulls use
-    the kubelet's defaults, the cache only `cache.reserve`."""
+    """The kubelet's configuration file (--config), for its thresholds. If the kubelet gets its
+    thresholds from flags, write a file of this format with the same values. If not set, image pulls
+    use the kubelet's defaults, and the cache uses only `cache.reserve`."""
     config_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --config-dir with drop-in files. Needs `config`."""
 

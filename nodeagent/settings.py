@@ -117,7 +117,7 @@ class ReviewSettings(kit.settings.Section):
     may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
-    """A token must be meant for one of these audiences. Default: the API server itself."""
+    """A token must have one of these audiences. Default: the audience of the API server."""
 
 
 class ApiSettings(kit.settings.Section):
@@ -156,7 +156,7 @@ class AdminSettings(kit.settings.Section):
     """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
     the status page. null: off."""
     names: tuple[str, ...] = ()
-    """More host names by which clients may call the TCP listeners. The agent refuses other names
+    """More host names that clients may use for the TCP listeners. The agent refuses other names
     (DNS rebinding)."""
     api: ApiSettings | None = None
     """Admin API over TCP, with TLS and tokens. Not set: off."""
@@ -212,7 +212,7 @@ class Process(kit.settings.Section):
     """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
     """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. Not
-    set: off, but `volumes` and `admin.api` may use the pod's account."""
+    set: the agent reads no objects, but `volumes` and `admin.api` can use the pod's account."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
     """Lock, journals and mount points of the agent. Must survive reboots."""
 

@@ -34,7 +34,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """Long form of a time: `pin: {for: 72h}`. It counts from the last use or pull."""
+    """Long form of a time: `pin: {for: 72h}`. Without a use, the time starts with the pull."""
 
 
 def _pin(value: object) -> object:
@@ -55,17 +55,17 @@ class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
     ref: Annotated[str, AfterValidator(lambda text: manifest.parse(text).text)]
-    """HOST/PATH:TAG or HOST/PATH@sha256:…. HOST is the registry. Without a tag: latest."""
+    """HOST/PATH:TAG or HOST/PATH@sha256:…. HOST is the registry. Default tag: latest."""
     pin: Pin = "always"
     """always: garbage collection never deletes it. never: pulled once, not pinned. A time like 72h:
     pinned for this time after its last use."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher is pulled first and released last."""
+    """The image with the higher priority is pulled first and released last."""
     share_private: bool = False
     """true: also pull an image that needs credentials. Then any pod on the node can run it without
     credentials, unless the kubelet verifies them (docs/preheat.md)."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Only on nodes with all these labels (`preheat.node_labels`). Empty: every node."""
+    """Only nodes with all these `preheat.node_labels` (no Kubernetes labels). Empty: every node."""
 
 
 class RetainSettings(kit.settings.Section):
@@ -74,7 +74,7 @@ class RetainSettings(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """How long after the last container that used the image. Images below 1 GiB are not kept."""
+    """How long to keep an image after its last container ended. Not for images below 1 GiB."""
     at_least: ClassVar[kit.settings.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
@@ -84,7 +84,7 @@ class CredentialSettings(kit.settings.Section):
 
     docker_config: kit.settings.AbsolutePath | tuple[kit.settings.AbsolutePath, ...] | None = None
     """dockerconfigjson file or a list of them, like a mounted imagePullSecret; .dockercfg works
-    too. The agent tries all fitting logins, the most specific first."""
+    too. The agent tries each login that matches the image, the most specific first."""
     helper_dir: kit.settings.AbsolutePath | None = None
     """Directory of the docker-credential-* programs (credHelpers, credsStore)."""
     provider_config: kit.settings.AbsolutePath | None = None
@@ -112,7 +112,7 @@ class FleetSettings(kit.settings.Section):
     nodes: int = Field(ge=1, le=1_000_000)
     """Number of nodes with these settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """Maximum nodes at one registry at a time. `spread` and `refresh` grow to keep it."""
+    """Maximum nodes at one registry at a time. This lengthens `spread` and `refresh`."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -135,8 +135,8 @@ class PreheatSettings(kube.settings.RoomSettings):
     """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
     if a listed image needs the budget, the agent releases it earlier. 0: at once."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """containerd ends all pins when no agent ran for this time (4h or more). The kubelet does not
-    see such pins: it deletes the images, and the agent restores them. Default: pins stay until
+    """containerd ends all pins if no agent ran for this time (minimum 4h). The kubelet does not see
+    pins with an end: it deletes the images, and the agent restores them. Default: pins stay until
     'nodeagent image release-all'."""
     retain: RetainSettings | None = None
     """Keep images that pods used. Not set: off."""
@@ -150,7 +150,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     refresh: kit.settings.Seconds = Field(default=3600.0, ge=10)
     """How often the agent looks up a tag, in case its digest changed."""
     spread: kit.settings.Seconds = Field(default=300.0, ge=0, le=86400)
-    """Each node looks up and pulls a new image at its own moment in this time."""
+    """Each node looks up and pulls a new image at a random time within this time."""
     fleet: FleetSettings | None = None
     """Number of nodes, to protect registries. Not set: only `spread` protects them."""
     concurrency: int = Field(default=2, ge=1, le=16)
@@ -159,8 +159,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     """Maximum download rate of all pulls. The agent then fetches layers itself. Not set: no limit;
     the runtime downloads."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """HH:MM-HH:MM in UTC, when pulls may start. Empty: always. Pulls by an operator start at any
-    time."""
+    """Hours of pulls, HH:MM-HH:MM (UTC). Empty: always. Pulls by an operator start at any time."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0

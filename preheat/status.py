@@ -63,7 +63,7 @@ class Status:
     pinned: bool
     bytes_total: int
     bytes_done: int
-    by: By
+    by: By  # who asked: an operator, the settings or an ImageSet (policy), or `retain`
     keep: str  # always, never or for:<seconds>
     priority: int
     reason: str = ""
@@ -76,7 +76,7 @@ class Status:
     retry_at: float | None = None  # Unix time; null: no retry
     in_use: bool = False
     last_used: float | None = None  # Unix time
-    dropped_until: float | None = None  # Unix time of release, after it left the settings
+    dropped_until: float | None = None  # Unix time of release, after the settings dropped it
     layers: Sequence[LayerBytes] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
@@ -235,7 +235,7 @@ class ImagePlan:
 
     at: float  # Unix time
     disk: ImageDisk
-    pin_budget: int  # as far as the disk can hold it
+    pin_budget: int  # or less, if the disk is too small
     pinned_bytes: int
     pause: str  # why all pulls stop, or empty
     pull: Sequence[str]
@@ -368,7 +368,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Images that left the settings and wait for their release."
+    text = "Images that the settings no longer list and that are still pinned."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
     text = "Unpacked layers of requested images that are not yet known to survive a power cut."
@@ -386,9 +386,9 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
     text = "Images unpacked again because the node went down before they were durable."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
-    text = "Times that the runtime went away during a changing call."
+    text = "How often containerd stopped while the agent changed something in it."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes that needed no download."
+    text = "Bytes of images that needed no download: containers used, or the agent restored them."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
     text = "Removed pinned images that were not restored."

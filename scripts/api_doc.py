@@ -15,22 +15,22 @@ HTTP and JSON. The agent listens on a unix socket, and over TCP with TLS and a b
 set `admin.api`. The command line makes the same calls ([cli.md](cli.md)).
 
 * Who may call what: [security.md](security.md#who-may-do-what).
-* The whole document (OpenAPI 3.1, with all schemas and error codes): `GET /openapi.json`.
+* The OpenAPI 3.1 document has all schemas and error codes: `GET /openapi.json`.
 * Every error has the same body. `exit_code` is the exit code of the command line.
 
 ```json
 {"error": {"message": "…", "thing": "dataset coco", "cause": "…", "remedy": "…", "exit_code": 5}}
 ```
 
-How to read the lists: "Takes" names the fields of the body or the query, `!` marks required ones.
-"Gives" names a schema below. In a schema, `?` marks a field that may be absent, `[]` a list. A type
-in parentheses holds for all names before it, back to a semicolon. Names without a type are strings.
-
-The page is made by `scripts/api_doc.py`.
+How to read the lists: "Takes" names the fields of the body or the query; `!` marks a required
+field. "Gives" names a schema. The most important schemas are below, the others in
+`GET /openapi.json`. `[]` means a list. A field without a type is a string.
 """
 
 
 # Schemas of objects inside others: the page has what they are, the whole document their fields.
+# Those that most callers need; the others are in the document.
+ON_PAGE = ("Dataset", "Finding", "Image", "Overview")
 INNER = {name: each for name, each in openapi.models().items() if name not in openapi.SHOWN}
 
 
@@ -96,27 +96,23 @@ def _of_inner(schema: dict[str, Any]) -> str:
 
 def _items(fields: dict[str, Any], required: list[str]) -> Iterator[str]:
     """An item for each field; one for several that have no description."""
-    plain: dict[str, list[str]] = {}
+    plain: list[str] = []
     for name, schema in fields.items():
         shown, kind = name if name in required else f"{name}?", _type(schema)
         text = schema.get("description") or _of_inner(schema)
         if text:
             yield from _together(plain)
-            plain = {}
+            plain = []
             yield pages.item(shown, "" if kind == "string" else kind, text)
         else:
-            plain.setdefault(kind, []).append(f"`{shown}`")
+            plain.append(f"`{shown}`" + ("" if kind == "string" else f" ({kind})"))
     yield from _together(plain)
 
 
-def _together(plain: dict[str, list[str]]) -> Iterator[str]:
-    """One item, the type once for all fields of it. ``plain``: names by type."""
-    listed = [
-        ", ".join(names) + ("" if kind == "string" else f" ({kind})")
-        for kind, names in plain.items()
-    ]
-    if listed:
-        yield pages.wrapped(f"* {'; '.join(listed)}", "  ")
+def _together(plain: list[str]) -> Iterator[str]:
+    """One item for fields without a description. ``plain``: names with types."""
+    if plain:
+        yield pages.wrapped(f"* {', '.join(plain)}", "  ")
 
 
 def document() -> str:
@@ -139,7 +135,7 @@ def document() -> str:
     lines += ["## Schemas", ""]
     for name, schema in sorted(whole["components"]["schemas"].items()):
         fields = schema.get("properties", {})
-        if not fields or name in INNER or name == "Error":
+        if name not in ON_PAGE:
             continue
         required = schema.get("required", [])
         lines += [f"### {name}", ""]

@@ -233,8 +233,9 @@ def _spec(intent: kit.room.Intent) -> Schema:
     }
     if intent.spread:
         spec["properties"]["spread"] = {
-            "description": "Number of selected nodes that keep it. Not set: all. status.chosen has "
-            "their names. When a node comes or goes, only its share moves.",
+            "description": "Number of selected nodes that keep the dataset. Not set: all. "
+            "status.chosen has their names. If a node joins or leaves, only its datasets move to "
+            "other nodes.",
             "type": "integer",
             "format": "int64",
             "minimum": 1,

@@ -1,6 +1,5 @@
 """Write docs/crds.md from the CustomResourceDefinitions: every field of the agent's objects."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ The fields of the agent's objects. `kubectl explain cds.spec` shows the same tex
 [kubernetes.md](kubernetes.md) explains how to use them.
 
 How to read the lists: the parentheses hold the type or the allowed values. A field without a type
-is a string. A size is a number, or text like `500GiB` or `500Gi`. `[]` means a list. `(cephfs)` at
-the start of a text limits it to that kind of source. RFC 3339 is a time like
+is a string. A size is a number, or text like `500GiB` or `500Gi`. `[]` means a list. A text that
+begins with `(cephfs)` is for this kind of source only. A time in RFC 3339 is like
 `2026-11-22T04:10:05Z`.
-
-The page is made by `scripts/crds_doc.py`.
 """
-_FIXED = re.compile(r"(source\.\w+) cannot change(: .*)")
+
+
+# Objects whose fields need no explanation.
+_PLAIN = ("status.conditions[]", "status.findingCounts", "status.versions")
 
 
 def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
@@ -48,18 +48,9 @@ def _rows(schema: dict[str, Any], prefix: str) -> list[str]:
         if kind == "object" and path.count(".") == 1 and field.get("type") != "array":
             notes = notes[1:]  # its fields follow
         found.append(pages.item(path, ", ".join(notes), text))
-        found += _rows(inner, f"{path}.")
+        if path not in _PLAIN:
+            found += _rows(inner, f"{path}.")
     return found
-
-
-def _together(rules: list[dict[str, str]]) -> list[str]:
-    """The messages; one for all fields that cannot change."""
-    said = [rule["message"] for rule in rules if "message" in rule]
-    fixed = [match for text in said if (match := _FIXED.fullmatch(text))]
-    others = [text for text in said if not _FIXED.fullmatch(text)]
-    return others + [f"{', '.join(each[1] for each in fixed)} cannot change{fixed[0][2]}"] * bool(
-        fixed
-    )
 
 
 def document() -> str:
@@ -78,13 +69,8 @@ def document() -> str:
             rows = [row.removesuffix(f": {schema['description']}") for row in rows]
             known = seen.setdefault("\n".join(rows), names["kind"])
             if rows and known != names["kind"]:
-                rows = [f"The same fields as of {known}."]
+                rows = [f"The same fields as in the status of {known}."]
             lines += [f"{part.capitalize()}:", "", *rows, ""] if rows else []
-        rules = schema["properties"].get("spec", {}).get("x-kubernetes-validations", [])
-        if rules:
-            lines += ["The API server refuses an object that breaks a rule:", ""]
-            lines += [pages.wrapped(f"* {pages.text(rule)}", "  ") for rule in _together(rules)]
-            lines.append("")
     return "\n".join(lines)
 
 

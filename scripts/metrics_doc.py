@@ -25,23 +25,23 @@ explains each alert.
 
 ## How to read them
 
-* Names that end in `_total` are counters. Most start at 0 with the agent. All others are gauges.
+* Names that end in `_total` are counters. Most start at 0 when the agent starts; those of the
+  kernel (`guard_checks`, `io_stalled`) do not. All others are gauges.
 * The name ends with the unit. Times (`_timestamp_seconds`) are Unix times.
 * **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` means that
-  coco is being filled. There is one series per dataset, for the current state only; other states
-  have no series with 0. Count with `count by (state) (nodeagent_cache_state)`. {states} work the
+  coco is being filled. Each dataset has one series, for its current state. The other states have
+  no series. Count with `count by (state) (nodeagent_cache_state)`. {states} work the
   same.
-* **No finding, no series.** This is true for {findings}. For a 0 write
+* **No finding, no series.** This is true for {findings}. To get 0 instead of no result, write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
 * **Unknown means no series.** An unknown time or size is never 0.
 
 ## How many series a node has
 
-A node with {datasets} datasets, {images} images, {volumes} volumes, findings and a cluster has
-{total} series. A test allows at most {most}. GPUs add two. Each dataset adds {each}; images,
-volumes, files and pods add none.
+A node with {datasets} datasets in a cluster has about {total} series. Each dataset adds {each}.
+GPUs add two. Images, volumes, files and pods add none.
 
-The page is made by `scripts/metrics_doc.py`. The parentheses after a name hold its labels.
+The parentheses after a name hold its labels.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.
@@ -109,7 +109,6 @@ def document() -> str:
         images=census.IMAGES,
         volumes=census.VOLUMES,
         total=sum(len(family.samples) for family in found if family.name not in OF_GPUS),
-        most=MOST_SERIES,
         each=of_a_dataset,
         states=", ".join(
             f"`{f.name}`" for f in found if is_state(f) and "cache_state" not in f.name

@@ -35,15 +35,12 @@ each mistake with its line.
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
-* Write the words `"off"` and `"on"` in quotes. YAML takes them for false and true.
 * The agent reads the file again after a change. The log, `/readyz` and the status page name
   settings that need a restart.
 
-How to read the lists: the parentheses after a name hold its default or "required", and the range of
-a number. A name without them is not set by default. `[]` means a list. `RULE` is the name of a
-rule. `source(rbd)` is a source of kind `rbd`.
-
-The page is made by `scripts/settings_doc.py`.
+How to read the lists: the parentheses after a name hold the default or "required", then the
+allowed range. A setting without parentheses is not set by default. `[]` means a list. `RULE` is the
+name of a rule. `source(rbd)` is a source of kind `rbd`.
 """
 
 EXAMPLES = {

@@ -33,17 +33,17 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge("volumes_guard_drivers_not_loaded", text, len(lacking))
     text = "1 while the kernel's log can be read; without it no lease is granted."
     yield gauge("volumes_guard_log_readable", text, guard.errors.readable)
-    text = "Checks of write opens since the program was loaded, by outcome; an open that passes is "
-    text += "checked twice."
+    text = "How often the guard checked an attempt to open a device for writing, since the guard "
+    text += "was loaded. A permitted attempt counts twice."
     checks = {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]}
     yield counter("volumes_guard_checks", text, checks, "outcome")
-    text = "Denials that got lost because the ring buffer was full."
+    text = "Records of refused formats that were lost because the ring buffer was full."
     yield counter("volumes_guard_events_lost", text, counts.get("lost", 0))
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
-    text = "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
-    text += "minute); and marks that were written."
+    text = "Requests about PersistentVolumes: sent (asked), failed, not sent because of the limit "
+    text += "per minute (limited); and marks that were written (marked)."
     yield counter("volumes_kubernetes_requests", text, executor.witness.counts, "what")
-    text = "Denied attempts whose device then got a lease, as with every new volume."
+    text = "Refused formats that later got a lease. Each new volume can cause one."
     yield counter("volumes_guard_denied_then_leased", text, manager.denials.delayed)
     verdicts = {str(kind): manager.checks.verdicts.get(kind, 0) for kind in Kind}
     yield counter("volumes_probes", "Probes by verdict.", verdicts, "verdict")
@@ -53,7 +53,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge("volumes_guarded_devices", text, len(manager.known))
     text = "Volumes in this node's ledger."
     yield gauge("volumes_ledger_entries", text, len(executor.ledger.entries()))
-    text = "Ceph clusters that did not answer."
+    text = "Failed requests to Ceph: questions about an image (ask), copies of the ledger (mirror)."
     failures = {"ask": executor.mirror.failures, "mirror": executor.mirror_failures}
     yield counter("volumes_cluster_failures", text, failures, "what")
 
@@ -71,7 +71,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     yield state("volume_rule_state", text, states, "rule", "state")
     drivers = [device.driver for device in inventory.devices] if inventory else []
     devices = {driver: drivers.count(driver) for driver in audit.wanted.guard.drivers}
-    yield gauge("volume_devices", "Guarded block devices with a medium.", devices, "driver")
+    yield gauge("volume_devices", "Guarded block devices that are attached.", devices, "driver")
     text = "Mount namespaces that the last full scan visited."
     yield gauge("volume_mount_namespaces", text, inventory.namespaces if inventory else 0)
     text = "Age of the last scan of the node."

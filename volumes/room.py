@@ -16,8 +16,8 @@ class GuardStatus(kit.settings.Shown):
     """The format guard of this node."""
 
     mode: str = "off"  # Wanted mode: off, dry-run or enforce.
-    in_force: bool = False  # Whether the kernel enforces this mode on every device.
-    reasons: tuple[str, ...] = ()  # Why not. At most 5.
+    in_force: bool = False  # Whether the kernel applies this mode to each guarded device.
+    reasons: tuple[str, ...] = ()  # Why inForce is false; at most 5.
     devices: int = 0  # Number of guarded devices.
 
 

@@ -69,14 +69,14 @@ class GuardSettings(kit.settings.Section):
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
-    """Programs that may always open a guarded device for writing. Process names; 15 bytes count."""
+    """Programs that may open a guarded device for writing: the first 15 bytes of their names."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
-    nor its value. With a destructive command (cryptsetup luksFormat) anywhere in its arguments, the
+    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is not an option or
+    the value of an option. If any argument is a destructive command (cryptsetup luksFormat), the
     program needs a lease."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """How long a blank device may be formatted. Must be longer than the kubelet's longest retry
-    interval (122 s) and than one mkfs. After an unused lease, the next attempt gets a new one."""
+    """How long a lease lasts. Use more than 122 s, the kubelet's longest retry interval, and more
+    than one mkfs takes. After an unused lease, the next attempt gets a new one."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -91,11 +91,11 @@ class GuardSettings(kit.settings.Section):
     """true: no automatic lease for an RBD image whose cluster is not in `volumes.clusters`. Then a
     node without Ceph credentials cannot format new volumes."""
     raw_block: bool = True
-    """A pod may write to its raw block volume (volumeMode: Block)."""
+    """true: a pod may write to its raw block volume (volumeMode: Block)."""
     cgroup: kit.settings.AbsolutePath | None = None
     """cgroup v2 directory to guard. Default: the root, for all processes."""
     pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
-    """Directory in a bpf file system for the program and its maps."""
+    """Directory in the bpf file system for the guard's program and maps."""
 
     @field_validator("words")
     @classmethod
@@ -154,7 +154,7 @@ class ClusterSettings(ceph.settings.ClusterSettings):
 
     expected_version: str | None = None
     """Version that all daemons and this node's client must have, like '18.2' or '18.2.4'. Default:
-    all daemons alike, the client at most two releases apart."""
+    all daemons have the same version, and the client differs by at most two releases."""
 
 
 class LogSource(kit.settings.Section):
@@ -163,7 +163,7 @@ class LogSource(kit.settings.Section):
     name: Annotated[str, AfterValidator(_name)]
     """Name of the log in findings."""
     files: str | None = None
-    """Absolute path; `*` is allowed in the last two parts. Follows rotation."""
+    """Absolute path. Its last two parts may contain `*`. The agent follows log rotation."""
     unit: Annotated[str, AfterValidator(_unit)] | None = None
     """systemd unit, read with journalctl; `*` is allowed."""
 
@@ -193,7 +193,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Other logs: 'files' or 'unit'. The agent retries a missing log."""
+    """Other logs. Each has `files` or `unit`. The agent retries a missing log."""
     namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
         default=(
             "kube-system",
@@ -204,8 +204,8 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """In directories named 'containers', the agent only reads logs of pods in these namespaces.
-    Anybody can name a pod like a ceph-csi pod."""
+    """In directories named 'containers', the agent reads only logs of pods in these namespaces,
+    because a pod of any user can have the name of a ceph-csi pod."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -294,7 +294,7 @@ class AuditSettings(kit.settings.Section):
     containers: kit.settings.AbsolutePath = Path(
         "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
-    """containerd's bundles, which hold the names of the pods."""
+    """Directory where containerd keeps the data of running pods."""
     interval: ClassVar[kit.settings.Seconds] = 300.0
     """Between two full scans when idle."""
     busy_interval: ClassVar[kit.settings.Seconds] = 60.0

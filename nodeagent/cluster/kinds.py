@@ -55,22 +55,22 @@ class ObjectCondition(kit.settings.Shown):
     reason: str  # One word for programs.
     message: str = ""  # One line for people.
     last_transition_time: str  # Time of the last change of status (RFC 3339).
-    observed_generation: int = 0  # Generation of the spec that it is about.
+    observed_generation: int = 0  # metadata.generation of the spec that it describes.
 
 
 class NodesStatus(kit.settings.Shown):
     """How many nodes."""
 
     wanted: int = 0  # Nodes that the object selects.
-    ready: int = 0  # Nodes that have all of it.
-    refused: int = 0  # Nodes that cannot use it. Conditions say why.
+    ready: int = 0  # Nodes that have the whole dataset, or all images.
+    refused: int = 0  # Nodes that refuse the object. Conditions say why.
 
 
 class RequestStatus(kit.settings.Shown):
     """What an annotation asks of this node."""
 
     verb: str  # warm, verify, pause or rescan.
-    value: str  # Value of the annotation. The node carries it out once.
+    value: str  # Value of the annotation. The node acts once per value.
     state: str  # pending, done or failed.
     message: str = ""  # Why it is pending or failed.
 
@@ -78,18 +78,18 @@ class RequestStatus(kit.settings.Shown):
 class IntentStatus(kit.settings.Shown):
     """How far the nodes are, together. One agent writes it for all."""
 
-    observed_generation: int = 0  # Generation of the spec that all figures are about.
+    observed_generation: int = 0  # metadata.generation of the spec that these numbers describe.
     nodes: NodesStatus = NodesStatus()  # Numbers of nodes.
     ready: str = ""  # Ready and wanted nodes, like 3/4.
     percent: int = 0  # Average share on the nodes, in percent.
     bytes: int = 0  # Bytes on one node.
-    size: str = ""  # The bytes, for people.
-    # Ready: all wanted nodes have all of it. Accepted: no node refuses the spec. Warmed, Verified,
-    # Paused, Rescanned: all wanted nodes carried out the annotation.
+    size: str = ""  # The size in readable form, like 1.0 TiB.
+    # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
+    # spec. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
     conditions: tuple[ObjectCondition, ...] = ()
-    chosen: tuple[str, ...] = ()  # With spread: the nodes that keep it.
-    # For each verb (warm, verify, pause, rescan): the last value of the annotation that all wanted
-    # nodes carried out. The condition says if it succeeded.
+    chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
+    # For each verb (warm, verify, pause, rescan): the last value that all wanted nodes acted on.
+    # The condition, like Warmed, says whether the action succeeded.
     carried_out: Mapping[str, str] = {}
 
 
@@ -97,21 +97,21 @@ class ObjectStatus(kit.settings.Shown):
     """What this node makes of one object."""
 
     kind: str  # Kind of the object.
-    name: str  # Its name.
-    observed_generation: int = 0  # Generation of the spec that is in force on this node.
-    accepted: bool = True  # Whether it is in force. If not, message says why.
-    ready: bool = False  # Whether this node has all of it.
-    percent: int = 0  # Share of it on this node.
+    name: str  # Name of the object.
+    observed_generation: int = 0  # metadata.generation of the spec that this node uses.
+    accepted: bool = True  # Whether this node accepts the object. If not, message says why.
+    ready: bool = False  # Whether this node has the whole dataset, or all images.
+    percent: int = 0  # Share on this node, in percent.
     bytes: int = 0  # Size in bytes.
-    message: str = ""  # Why it is not in force or not ready, or who uses a deleted one.
-    candidate: bool = False  # With spread: whether this node may keep it.
+    message: str = ""  # Why it is not accepted or not ready. If deleted: who still uses it.
+    candidate: bool = False  # With spread: whether this node may keep the dataset.
     requests: tuple[RequestStatus, ...] = ()  # What annotations ask of this node.
 
 
 class FindingStatus(kit.settings.Shown):
     """One finding of the agent."""
 
-    rule: str  # Rule that found it.
+    rule: str  # Rule that detected the problem.
     severity: str  # info, warning or critical.
     subject: str  # Device, dataset, image or pod.
     message: str  # What is wrong.
@@ -143,5 +143,5 @@ class NodeStatus(kit.settings.Shown):
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
     objects: tuple[ObjectStatus, ...] = ()  # One entry for each object that selects this node.
     findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
-    finding_counts: FindingCounts = FindingCounts()  # Number of findings of each severity.
-    versions: Versions = Versions()  # What runs on the node.
+    finding_counts: FindingCounts = FindingCounts()  # Number of findings: critical, warning, info.
+    versions: Versions = Versions()  # Versions of the agent and the kernel.

@@ -35,13 +35,14 @@ class Cluster:
         requests = {part: each.requests for part, each in servers.items()}
         yield counter("cluster_requests", "Requests to the API server.", requests, "part")
         received = {part: each.received for part, each in servers.items()}
-        text = "Bytes of the API server's answers."
+        text = "Bytes of answers about CachedDataset and ImageSet (objects), NodeStorage (reports)."
         yield counter("cluster_received_bytes", text, received, "part")
         lists = {kind: each.lists for kind, each in follower.watches.items()}
-        yield counter("cluster_lists", "Lists of objects of a kind.", lists, "kind")
+        yield counter("cluster_lists", "How often all objects were listed.", lists, "kind")
         yield gauge("cluster_synced", "1 while all objects are known.", float(follower.synced))
         writes = {"node": writer.writes, "rollup": writer.rolls}
-        yield counter("cluster_writes", "Writes of NodeStorage and of roll-ups.", writes, "what")
+        text = "Writes of NodeStorage (node), and of the objects' status (rollup)."
+        yield counter("cluster_writes", text, writes, "what")
 
     async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         """Never ends. ``apply`` is called when ``merged`` may give something else."""

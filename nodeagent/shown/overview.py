@@ -171,7 +171,7 @@ def sections(running: Sequence[RunningRoom]) -> list[kit.room.PageSection]:
 class Overview:
     """One node at one moment."""
 
-    verdict: Verdict
+    verdict: Verdict  # health of the node
     headline: str  # whether this node is well
     node: str
     version: str

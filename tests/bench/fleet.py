@@ -56,9 +56,9 @@ class Case:
 
 CASES = (
     Case("a new image"),
-    Case("a tag that moves", moves=True),
-    Case("its registry is away for an hour", down=(30.0, 30.0 + HOUR)),
-    Case("a window opens", ("14:00-22:00",), begins=2 * HOUR),
+    Case("a tag moves to a new image", moves=True),
+    Case("the registry does not answer for an hour", down=(30.0, 30.0 + HOUR)),
+    Case("an allowed hour (`windows`) begins", ("14:00-22:00",), begins=2 * HOUR),
 )
 
 

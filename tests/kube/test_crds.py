@@ -100,7 +100,7 @@ CASES = [
     ({"freshness": "snapshot"}, "freshness 'snapshot' needs source.snapshot"),
     (
         {"source": CEPHFS, "freshness": "frozen", "secretRef": KEY},
-        "the source is a snapshot; say freshness: snapshot",
+        "the source is a snapshot; write freshness: snapshot",
     ),
     ({"source": {"kind": "nfs", "path": "/x"}}, 'supported values: "dir", "cephfs", "rbd"'),
     ({"source": {"kind": "dir"}}, "kind dir needs path"),

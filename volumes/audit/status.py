@@ -63,8 +63,8 @@ class AuditDevice:
     size: int  # bytes
     read_only: bool
     image: str  # pool/image@snapshot
-    backing: str
-    state: DeviceState
+    backing: str  # file or server behind a loop or nbd device
+    state: DeviceState  # stacked: another device (LUKS, LVM) uses it
     file_systems: Sequence[str]
     targets: Sequence[str]
     volume: str

@@ -56,9 +56,9 @@ class Entry:
     first_seen: float = 0.0
     last_seen: float = 0.0
     node: str = ""
-    permitted: float = 0.0  # of a format permission with unknown outcome; 0: none
-    permitted_by: str = ""
-    earlier_by: str = ""  # who gave the one before, if its outcome is unknown too
+    permitted: float = 0.0  # time of a lease whose outcome is unknown; 0: none
+    permitted_by: str = ""  # who gave this lease
+    earlier_by: str = ""  # who gave the lease before, if its outcome is unknown too
     previous: tuple[str, ...] = ()  # earlier contents, the newest first
     version: int = VERSION
 
