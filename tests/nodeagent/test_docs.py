@@ -44,6 +44,19 @@ def test_page_has_every_command_with_its_options() -> None:
     assert len(commands_on_the_page) == len(found)
 
 
+def test_docs_are_short() -> None:
+    """Who makes them shorter writes the new figure here."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    assert sum(len(page.read_text().split()) for page in pages) <= 35_000
+    long_lines = [
+        f"{page.name}:{number}"
+        for page in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 160
+    ]
+    assert long_lines == []
+
+
 def test_page_has_every_exit_code() -> None:
     rows = re.findall(r"^\* (\d+)\b", PAGE, re.MULTILINE)
     codes = {kind.exit_code for kind in kit.errors.AgentError.__subclasses__()}
