@@ -187,8 +187,10 @@ class Cache:
             raise kit.errors.HostError(f"cache.store {self._store}", cause, remedy) from error
 
     async def _look_at_store(self) -> None:
-        """Begin anew when a store that could not be used at the start can be used now."""
-        if self.watch is None and time.monotonic() >= self._store_due:
+        """Begin anew when a store that could not be used at the start can be used now, and with a
+        new one on a disk that has none any more."""
+        none_there = self.watch is None or self.watch.missing
+        if none_there and time.monotonic() >= self._store_due:
             try:
                 await self._prepare_store()
                 self.no_store, self._anew = None, True
