@@ -11,7 +11,7 @@ import pytest
 from cache.fill import fill as fill_pass
 from cache.fill import protocol
 from cache.fill.agent import Ended
-from cache.store import generations, index
+from cache.store import generations, index, tree
 from tests.cache import passes
 from tests.testbed import damage, trees
 
@@ -190,6 +190,29 @@ def test_oversize_file_keeps_no_small_one_out(area: Path, begin: Callable[..., F
     assert [each["path"] for each in page["failures"]] == ["big"]
     assert "no room" in page["failures"][0]["reason"]
     assert begin(budget=100 * MIB).end().result == "complete"
+
+
+@real
+def test_directory_whose_xattrs_are_too_large_costs_only_itself(
+    area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("big", "plain"):
+        (area / "source" / folder).mkdir(parents=True, mode=0o755)
+        trees.write(area / "source" / folder / "f", b"x")
+    os.setxattr(area / "source" / "big", "user.x", b"x")
+    found, big = tree.xattrs_of, (area / "source" / "big").stat().st_ino
+
+    def larger(directory: int) -> dict[str, bytes]:  # as XFS holds, and the store's ext4 does not
+        return {"user.x": bytes(6000)} if os.fstat(directory).st_ino == big else found(directory)
+
+    monkeypatch.setattr(tree, "xattrs_of", larger)  # the workers are forked
+    fill = begin()
+    ended = fill.end()
+    assert (ended.result, ended.why) == ("partial", "1 entries could not be copied")
+    why = "its xattrs are larger than the store's file system takes"
+    assert fill.run.index.failures(10)[0][1:] == ("big", why)
+    assert (fill.generation / "tree" / "plain" / "f").exists()
+    assert not (fill.generation / "tree" / "big").exists(), "jobs read the source's"
 
 
 @real
