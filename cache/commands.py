@@ -123,7 +123,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         by = f"now, {d['used_by']}" if d["used_by"] else _ago(d["used"])
         yield f"used       {by}" + (" (kept)" if d["keep"] else "")
     if d.get("update"):
-        yield f"update     to {_next_name(d['update'])}: {d['update']['state']}"
+        why = f" ({d['update']['why']})" if d["update"].get("why") else ""
+        yield f"update     to {_next_name(d['update'])}: {d['update']['state']}{why}"
     if d["phase"]:
         yield f"progress   {_progress_text(d)}"
     if d["verify"]:
@@ -134,8 +135,11 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         yield f"scrub      {_scrub_text(d['scrub'])}"
     for note in d["notes"]:
         yield f"note       {note}"
-    for failure in d.get("failures", ()):
-        yield f"  {failure['path']}: {failure['reason']}"
+    if failures := d.get("failures"):
+        stuck = d.get("update") and d["update"]["state"] == "partial"
+        of = f", of the update to {_next_name(d['update'])}" if stuck else ""
+        yield f"failures   {len(failures)}{of}"
+        yield from (f"  {each['path']}: {each['reason']}" for each in failures)
 
 
 def _next_name(next_one: dict[str, Any]) -> str:
@@ -373,7 +377,7 @@ def update(ctx: CommandContext, name: str, snapshot: str, wait: bool, as_json: b
         shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, snapshot), quiet=as_json))
     terminal.show((shown, _update_lines), as_json=as_json)
     if wait and shown.get("update"):
-        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset generations {name}'"
+        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset show {name} --failures'"
         raise NotFinishedError(PARTIAL, f"update of {name}", why, remedy)
 
 
@@ -407,7 +411,7 @@ def rescan(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
     terminal.show((shown, _update_lines), as_json=as_json)
     if wait and (shown.get("update") or shown["generation"] == before):
         why = (shown.get("update") or {"why": "it was cancelled"})["why"]
-        remedy = f"see 'nodeagent dataset generations {name}'"
+        remedy = f"see 'nodeagent dataset show {name} --failures'"
         raise NotFinishedError(PARTIAL if shown.get("update") else STOPPED, f"rescan of {name}",
                                why, remedy)  # fmt: skip
 

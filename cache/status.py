@@ -297,7 +297,7 @@ def _scrub(dataset: Dataset) -> ShownScrub:
 
 
 async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
-    """``limit`` entries that could not be copied or do not fit.
+    """``limit`` entries that could not be copied or do not fit; while an update is stuck, of that.
 
     ``after``: ``next`` of the page before.
     """
@@ -311,8 +311,11 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
     except ValueError as error:
         raise wrong from error
+    target = shown.current
+    if shown.next is not None and shown.next.record.state == "partial":
+        target = shown.next
     found: dict[str, Any] = await kit.child.call(
-        generations.failures_page, shown.folder, limit, start, deadline=FAILURES_SECONDS
+        generations.failures_page, target.folder, limit, start, deadline=FAILURES_SECONDS
     )
     return found
 
@@ -394,8 +397,8 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.next is not None and shown.next.record.state == "partial":
         message = f"the update of {shown.name} does not go on: {shown.next.record.why}"
         advice = (
-            f"the earlier generation is served; see 'nodeagent dataset generations {shown.name}', "
-            "raise cache.budget, or correct the source"
+            "the earlier generation is served; see 'nodeagent dataset show "
+            f"{shown.name} --failures', raise cache.budget, or correct the source"
         )
         yield finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
     if shown.current.unproven:

@@ -87,11 +87,13 @@ async def rescan(succession: Succession) -> None:
     if dataset.removed or state not in ("complete", "partial"):
         raise dataset.refused(f"it is {dataset.state()}: its source is listed when it fills",
                        f"'nodeagent dataset warm {dataset.name}'")  # fmt: skip
-    if pending(dataset) is not None:
+    stuck = dataset.next is not None and dataset.next.record.state == "partial"
+    if pending(dataset) is not None and not stuck:
         raise dataset.refused("its source is being listed again already", "wait, or cancel it")
+    scan = f"{time.time_ns():x}" if pending(dataset) is None else dataset.chosen["scan"]
     async with dataset.lock:
         await dataset.reach()  # a rescan of what does not answer is refused at once
-        await _write(succession, {"scan": f"{time.time_ns():x}"})
+        await _write(succession, {"scan": scan})
 
 
 def pending(dataset: Dataset) -> str | None:
@@ -113,9 +115,13 @@ async def cancel(succession: Succession) -> bool:
 
 
 async def _write(succession: Succession, chosen: dict[str, str]) -> None:
-    """The choice, durably. The caller has the dataset's lock."""
-    succession.dataset.chosen = chosen
-    await succession.dataset.save_state()
+    """The choice, durably; an update that is stuck is tried again. The caller has the dataset's
+    lock."""
+    dataset, next_one = succession.dataset, succession.dataset.next
+    dataset.chosen = chosen
+    await dataset.save_state()
+    if next_one is not None and next_one.record.state == "partial":
+        await next_one.change(state="filling", why="")
     succession.insist()
 
 

@@ -244,6 +244,7 @@ class Kept:
 SEALS_IN_A_BATCH = 2048
 # SSD bytes. With less room than this the pass does not look for files that still fit.
 SMALLEST = 4096
+MOST_SHOWN = 200  # characters of a path
 PASSING_SECONDS = 0.2  # to pass over chunks before answers are looked at again
 
 
@@ -650,7 +651,16 @@ class FillPass(Pass):
             if not self.skeleton:
                 what += f"{' and ' if what else ''}directories that are not listed yet"
             raise Ended("partial", f"no room for {what}")
-        raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
+        raise Ended("partial", self._failed())
+
+    def _failed(self) -> str:
+        """How many entries could not be copied, and one of them."""
+        count = self.run.totals.failed
+        text = f"{count} {'entry' if count == 1 else 'entries'} could not be copied"
+        for number, name, reason in self.index.failures(1):
+            path = tree.shown([*self.index.path(number), name])
+            text += f"{', as' if count > 1 else ':'} {path[:MOST_SHOWN]} ({reason})"
+        return text
 
     def _closed(self) -> bool:
         """Close what is whole by itself; whether all is done."""

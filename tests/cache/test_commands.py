@@ -136,6 +136,21 @@ def test_show_tells_files_without_room_from_those_that_were_evicted(
     assert told in capsys.readouterr().out.splitlines()
 
 
+def test_failures_that_keep_an_update_from_serving_are_named(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "1 entry could not be copied: logs/f (it changed)"
+    update = {"generation": "frozen-b", "snapshot": "", "state": "partial", "why": why}
+    fake.answers = {
+        "a": dataset(update=update),
+        "failures": {"failures": [{"path": "logs/f", "reason": "it changed"}], "next": None},
+    }
+    assert run(monkeypatch, "dataset", "show", "a", "--failures") == 0
+    out = capsys.readouterr().out
+    assert f"update     to frozen-b: partial ({why})" in out
+    assert "failures   1, of the update to frozen-b\n  logs/f: it changed" in out
+
+
 def test_remote_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:

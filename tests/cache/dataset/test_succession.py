@@ -271,7 +271,8 @@ def frozen(folder: Path, left: dict[str, dict[str, Any]], chosen: str | None = N
         made = dataset.generation_of(settings.source, scan)
         found[made.folder] = dataclasses.asdict(dataclasses.replace(made.record, **fields))
     succession = Succession(dataset, lambda: None)
-    dataset.current.adopt(succession.adopt(found) or {})
+    fields_now = succession.adopt(found) or {}
+    dataset.current.adopt(fields_now)  # another one since
     dataset.chosen = {} if chosen is None else {"scan": chosen}
     return succession
 
@@ -333,6 +334,35 @@ def test_rescan_by_annotation_is_done_when_its_listing_serves(tmp_path: Path) ->
     assert back.dataset.next is not None
     back.dataset.succeed(back.dataset.next)
     assert requests.rescanned(cache, "a") == End(True, "")
+
+
+@pytest.mark.parametrize("ask", ["rescan", "update"])
+async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
+    ask: str, tmp_path: Path, discarded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Dataset) -> None:
+        pass
+
+    monkeypatch.setattr(Dataset, "reach", answers)
+    left = {
+        "": COMPLETE | {"served": 5.0},
+        "b": {"state": "partial", "why": "1 entry", "failed": 1},
+    }
+    if ask == "rescan":
+        back = frozen(tmp_path, left, chosen="b")
+        call = choices.rescan(back)
+    else:
+        left = {"v1": left[""], "v2": left["b"]}
+        back = started(tmp_path, left, chosen="v2")
+        call = choices.update(back, "v2")
+    dataset, next_one = back.dataset, back.dataset.next
+    assert next_one is not None
+    next_one.due.fill_later(900.0)
+    chosen = dict(dataset.chosen)
+    await call
+    assert (next_one.record.state, next_one.record.why) == ("filling", "")
+    assert next_one.due.fill()
+    assert (dataset.next, dataset.chosen) == (next_one, chosen), "it is the same one"
 
 
 @pytest.mark.parametrize("snapshot", ["a b", "a\n", "ns pool image -", "a/b", "a,b"])

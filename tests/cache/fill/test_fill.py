@@ -208,8 +208,9 @@ def test_directory_whose_xattrs_are_too_large_costs_only_itself(
     monkeypatch.setattr(tree, "xattrs_of", larger)  # the workers are forked
     fill = begin()
     ended = fill.end()
-    assert (ended.result, ended.why) == ("partial", "1 entries could not be copied")
     why = "its xattrs are larger than the store's file system takes"
+    told = f"1 entry could not be copied: big ({why})"
+    assert (ended.result, ended.why) == ("partial", told)
     assert fill.run.index.failures(10)[0][1:] == ("big", why)
     assert (fill.generation / "tree" / "plain" / "f").exists()
     assert not (fill.generation / "tree" / "big").exists(), "jobs read the source's"
