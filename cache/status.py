@@ -398,7 +398,7 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         message = f"the update of {shown.name} does not go on: {shown.next.record.why}"
         advice = (
             "the earlier generation is served; see 'nodeagent dataset show "
-            f"{shown.name} --failures', raise cache.budget, or correct the source"
+            f"{shown.name} --failures', give it the room that it lacks, or correct the source"
         )
         yield finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
     if shown.current.unproven:
@@ -415,8 +415,9 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (
-            f"see 'nodeagent dataset show {shown.name}', raise cache.budget, or correct the source "
-            f"and run 'nodeagent dataset warm {shown.name}'"
+            f"see 'nodeagent dataset show {shown.name} --failures', give it the room it lacks, "
+            f"or correct the source; 'nodeagent dataset warm {shown.name}' tries it again at once, "
+            "the agent every 15 minutes"
         )
         yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from of_scrubs(shown)

@@ -472,6 +472,8 @@ class Dataset(standing.Standing):
             other = await self.current.reach(self.cache.source_timeout, serve=serve)
         self.due.answered(self._check_interval())
         self.server = self.reached.server if self.reached is not None else ""
+        if isinstance(self.trouble, kit.errors.SourceError) and self.generation.failed:
+            self.due.fill_soon()  # what failed while it did not answer
         self.trouble = None
         if other:
             await self._outdate(other)

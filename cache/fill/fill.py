@@ -650,7 +650,8 @@ class FillPass(Pass):
             what = f"{files} files, {kit.units.format_size(size)}" if files or self.skeleton else ""
             if not self.skeleton:
                 what += f"{' and ' if what else ''}directories that are not listed yet"
-            raise Ended("partial", f"no room for {what}")
+            why = self.run.tightest(Amount(max(size, SMALLEST), max(files, 1)))
+            raise Ended("partial", f"no room for {what}: {why}")
         raise Ended("partial", self._failed())
 
     def _failed(self) -> str:

@@ -153,6 +153,8 @@ class Limits:
     wanted_inodes: int = 0
     least: Least = field(default_factory=Least)  # beside ``reserve``; the larger of both counts
     disk: bool = True  # what it has free counts, beside the budgets
+    own: bool = False  # the budget is the dataset's own, which ends before the node's
+    own_inodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,6 +213,32 @@ async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
     assert shown.stage is Stage.SOURCE
 
 
+@pytest.mark.parametrize(
+    ("state", "failed", "was_away", "again"),
+    [
+        ("partial", 3, True, True),
+        ("partial", 0, True, False),  # what has no room has none now
+        ("partial", 3, False, False),  # it answered all the time: what fails, fails
+        ("complete", 0, True, False),
+    ],
+)
+async def test_what_failed_is_tried_again_when_the_source_answers_again(
+    state: str, failed: int, was_away: bool, again: bool, tmp_path: Path
+) -> None:
+    source = test_jobs.Source(answers=not was_away)
+    source.go.set()
+    shown = test_jobs.dataset(tmp_path, source, state)
+    shown.generation = replace(shown.generation, failed=failed)
+    shown.due.fill_later(900.0)
+    if was_away:
+        with pytest.raises(kit.errors.SourceError) as error:
+            await shown.reach()
+        shown._note_trouble(error.value)
+        source.answers = True
+    await shown.reach()
+    assert shown.due.fill() is again
+
+
 @pytest.mark.parametrize(("state", "lines"), [("filling", ["two"]), ("complete", ["one", "two"])])
 def test_a_trouble_that_is_a_finding_is_not_logged_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, lines: list[str]

@@ -183,6 +183,7 @@ def test_oversize_file_keeps_no_small_one_out(area: Path, begin: Callable[..., F
     ended = fill.end()
     assert ended.result == "partial"
     assert "no room for 1 files" in ended.why
+    assert ended.why.endswith(": cache.budget is too small")
     stored = os.listdir(fill.generation / "tree")
     assert len(stored) == 900 and "big" not in stored
     fill.stop()
