@@ -435,9 +435,12 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         )
         yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
     elif bad := result.get("bad"):
-        message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
+        whole = shown.generation.state == "complete"
+        replaced = "all are replaced" if whole else f"{result['replaced']} of them were replaced"
+        message = f"{bad} files or directories in the store were bad, {replaced}"
         advice = "check the SSD (smartctl, kernel log), then verify again"
-        yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+        severity = Severity.WARNING if whole else Severity.CRITICAL
+        yield finding("store-bad-files", shown.name, severity, message, advice)
 
 
 def of_scrubs(dataset: Dataset) -> Iterable[Finding]:

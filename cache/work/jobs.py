@@ -458,6 +458,9 @@ def _may_go_on(dataset: Dataset, target: Generation) -> bool:
 
 
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
-    if (state := dataset.generation.state) in ("complete", "partial"):
+    now = dataset.generation
+    idle = dataset.job is None and not (now.wanted or dataset.settings.warm or now.paused)
+    if now.state in ("complete", "partial") or (now.state == "new" and idle):
+        state = dataset.state() if now.state == "new" else now.state
         why = f"it is {state}, there is nothing to {what}"
         raise dataset.refused(why, f"see 'nodeagent dataset show {dataset.name}'")

@@ -8,7 +8,10 @@ import pytest
 
 import kit.child
 from cache import status
+from cache.dataset.figures import Verification
 from cache.store import index
+from cache.views.view import Stage
+from tests.cache.work import test_jobs
 
 
 @pytest.fixture
@@ -43,3 +46,26 @@ async def test_failures_are_those_that_keep_an_update_from_serving(
     dataset: Any = types.SimpleNamespace(current=current, next=next_one, folder=current.folder)
     found = await status.failures(dataset, 10, "")
     assert [each["path"] for each in found["failures"]] == [named]
+
+
+CHECKED = {"checked_files": 89, "bad": 2, "replaced": 0, "not_compared": 0, "withdrawn": 2}
+
+
+@pytest.mark.parametrize(
+    ("state", "result", "severity", "says"),
+    [
+        ("partial", CHECKED, "critical", "2 files or directories in the store were bad, 0 of them"),
+        ("complete", CHECKED, "warning", "2 files or directories in the store were bad, all are"),
+        ("complete", CHECKED | {"bad": 0}, "", ""),
+    ],
+)
+def test_bad_files_that_are_replaced_are_a_warning(
+    state: str, result: dict[str, int], severity: str, says: str, tmp_path: Path
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), state)
+    shown.stage = Stage.STORE if state == "complete" else Stage.OVERLAY
+    shown.verification = Verification("bad", result=result)
+    found = {each.rule: each for each in status.findings({"a": shown}, [])}
+    told = found.get("store-bad-files")
+    assert (told.severity if told else "") == severity
+    assert (told.message if told else "").startswith(says)
