@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
+from cache.fill import copy, protocol
 from cache.fill import fill as fill_pass
-from cache.fill import protocol
 from cache.fill.agent import Ended
-from cache.store import generations, index, tree
+from cache.store import generations, index, sample, tree
 from tests.cache import passes
 from tests.testbed import damage, trees
 
@@ -33,19 +34,17 @@ def silent_agent() -> Iterator[None]:
             os.close(each)
 
 
-PARTS_IN_THE_PIPE = 6
-
-
 class Fill:
     """A pass over ``area``/source that is driven step by step."""
 
     def __init__(
-        self, area: Path, *, budget: int = 2**40, used: int = 0, immutable: bool = True
-    ) -> None:
+        self, area: Path, *, budget: int = 2**40, used: int = 0, immutable: bool = True,
+        inodes: int = 2**40,
+    ) -> None:  # fmt: skip
         self.generation = area / "generation"
         self.generation.mkdir(exist_ok=True)
         self.budget = budget
-        limits = dataclasses.replace(passes.LIMITS, reserve=0.0, budget=budget)
+        limits = dataclasses.replace(passes.LIMITS, reserve=0.0, budget=budget, inodes=inodes)
         common = passes.common(self.generation, area / "source")
         task = protocol.FillTask(**common | {"immutable": immutable, "limits": limits}, used=used)
         self.run, self.decides = fill_pass.begin(task)
@@ -154,20 +153,48 @@ def test_exact_budget_is_enough_when_listed_again(area: Path, begin: Callable[..
 
 
 @real
-def test_scan_stops_making_directories_without_room(area: Path, begin: Callable[..., Fill]) -> None:
+@pytest.mark.parametrize("limit", [{"budget": 4 * MIB}, {"inodes": 500}])
+@pytest.mark.parametrize("parents", [1, 10])
+def test_scan_stops_making_directories_without_room(
+    parents: int, limit: dict[str, int], area: Path, begin: Callable[..., Fill]
+) -> None:
     for number in range(3000):
-        (area / "source" / f"d{number:04}").mkdir(parents=True)
-    fill = begin(budget=4 * MIB)
+        (area / "source" / f"p{number % parents}" / f"d{number:04}").mkdir(parents=True)
+    fill = begin(**limit)
     assert fill.end().result == "partial"
-    # Until the pass has heard of a part and stops the listing, more lie in the pipe.
-    assert MIB < fill.taken() <= 4 * MIB + PARTS_IN_THE_PIPE * index.CHUNK_ENTRIES * 4096
+    made = sum(1 for _ in (fill.generation / "tree").rglob("*"))
+    assert made > 200
+    assert fill.taken() <= limit.get("budget", 2**40)
+    assert made <= limit.get("inodes", 2**40)
     fill.stop()
     known = fill.taken()
-    again = begin(budget=4 * MIB)
+    again = begin(**limit)
     assert again.end().result == "partial"
     assert again.taken() <= known + 4096, "trying again takes no more"
     again.stop()
     assert begin().end().result == "complete"
+
+
+@real
+def test_manifest_has_the_version_that_was_copied(
+    area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log grows between its listing and its copy."""
+    (area / "source").mkdir()
+    trees.write(area / "source" / "train.log", bytes(15516))
+    seen = copy.settled
+
+    def grown(origin: int, immutable: bool) -> os.stat_result:
+        trees.write(area / "source" / "train.log", bytes(15711))
+        return seen(origin, immutable)
+
+    monkeypatch.setattr(copy, "settled", grown)  # the workers are forked
+    fill = begin(immutable=False)
+    assert fill.end().result == "complete"
+    (item,) = fill.run.index.kept(index.ROOT)
+    now = (area / "source" / "train.log").stat()
+    assert sample.difference(item.entry, now) == ""
+    assert item.checksum == xxhash.xxh3_128_hexdigest(bytes(15711))
 
 
 # --- room for some
