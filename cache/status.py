@@ -262,6 +262,8 @@ def _of_identity(shown: Dataset) -> list[str]:
     notes = [shown.source.note] if shown.source.note else []
     if shown.reached is not None and shown.reached.note:
         notes.append(shown.reached.note)
+    if shown.trouble is not None and shown.state() == "complete":  # of others it is a finding
+        notes.append(f"its source: {shown.trouble}")
     if shown.generation.replaced:
         notes.append(f"began anew: {shown.generation.replaced}")
     if shown.current.unproven:

@@ -16,6 +16,7 @@ from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.dataset.succession import Succession
 from cache.settings import at_snapshot, snapshot_of
+from cache.sources import base
 from cache.store import published
 
 PUBLISH_SECONDS = 900.0  # ten million entries take about two minutes
@@ -92,7 +93,8 @@ async def rescan(succession: Succession) -> None:
         raise dataset.refused("its source is being listed again already", "wait, or cancel it")
     scan = f"{time.time_ns():x}" if pending(dataset) is None else dataset.chosen["scan"]
     async with dataset.lock:
-        await dataset.reach()  # a rescan of what does not answer is refused at once
+        with base.asked_once():
+            await dataset.reach()  # a rescan of what does not answer is refused at once
         await _write(succession, {"scan": scan})
 
 
@@ -132,7 +134,8 @@ async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None
     async with dataset.lock:
         if check and wanted.id not in kept:
             dataset.source_mounted = True
-            await wanted.source.reach(dataset.cache.source_timeout, serve=False)
+            with base.asked_once():
+                await wanted.source.reach(dataset.cache.source_timeout, serve=False)
         instead = snapshot_of(dataset.settings.source)
         await _write(succession, {"snapshot": snapshot, "instead": instead})
 

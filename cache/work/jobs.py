@@ -28,6 +28,7 @@ from cache.dataset.figures import Eviction, Verification
 from cache.dataset.generation import Generation
 from cache.fill import protocol
 from cache.fill.protocol import Least
+from cache.sources import base
 from cache.space import at_work, budgets, limits, tasks
 from cache.store import subset
 from cache.views.view import Stage
@@ -154,7 +155,8 @@ class Jobs:
         try:
             async with dataset.lock:
                 if source and dataset.reached is None and not dataset.removed:
-                    await dataset.reach()
+                    with base.asked_once():
+                        await dataset.reach()
         except BaseException:
             if dataset.verification is queued:  # it has not begun meanwhile
                 dataset.verification = before

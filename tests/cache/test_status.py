@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 import kit.child
+import kit.errors
 from cache import status
 from cache.dataset.figures import Verification
 from cache.store import index
 from cache.views.view import Stage
+from kit.findings import Severity
 from tests.cache.work import test_jobs
 
 
@@ -69,3 +71,30 @@ def test_bad_files_that_are_replaced_are_a_warning(
     told = found.get("store-bad-files")
     assert (told.severity if told else "") == severity
     assert (told.message if told else "").startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [("new", set()), ("complete", set()), ("partial", {"dataset-partial"})]
+)
+def test_what_nobody_asked_for_is_well_and_what_lacks_files_is_not(
+    state: str, told: set[str], tmp_path: Path
+) -> None:
+    """Also one of which nothing is stored."""
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), state)
+    shown.settings = shown.settings.model_copy(update={"warm": False})
+    shown.stage = Stage.STORE if state == "complete" else Stage.SOURCE
+    found = status.findings({"a": shown}, [])
+    assert {each.rule for each in found if each.severity is not Severity.INFO} == told
+
+
+@pytest.mark.parametrize(("state", "told"), [("complete", True), ("partial", False)])
+def test_complete_dataset_says_that_its_source_is_away(
+    state: str, told: bool, tmp_path: Path
+) -> None:
+    """Jobs are well, so it is no finding; of others it is one."""
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), state)
+    shown.stage = Stage.STORE
+    shown.trouble = kit.errors.SourceError("directory /s", "it is empty", "mount it")
+    note = "its source: directory /s: it is empty; mount it"
+    assert (note in status.of_dataset(shown).notes) is told
+    assert bool(status.findings({"a": shown}, [])) is not told

@@ -191,6 +191,24 @@ def test_actions_converge_on_the_best_view() -> None:
             assert now.stage is (Stage.OVERLAY if overlay else Stage.SOURCE)
 
 
+async def test_a_view_that_only_root_enters_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source())
+    shown.notes = ["of the kernel"]
+    for shut in ("/root", "/home/a", ""):
+
+        async def call(*_: Any, deadline: float, shut: str = shut) -> str:
+            return shut
+
+        monkeypatch.setattr(kit.child, "call", call)
+        monkeypatch.setattr(view, "is_allowed", lambda *_: False)
+        shown._allowed = None
+        await shown._set_access()
+        why = f"only root may enter the view, as {shut} keeps users out: set access.mode"
+        assert shown.notes == ["of the kernel", *([why] if shut else [])]
+
+
 async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
