@@ -119,9 +119,9 @@ async def cancel(succession: Succession) -> bool:
 async def _write(succession: Succession, chosen: dict[str, str]) -> None:
     """The choice, durably; an update that is stuck is tried again. The caller has the dataset's
     lock."""
-    dataset, next_one = succession.dataset, succession.dataset.next
-    dataset.chosen = chosen
-    await dataset.save_state()
+    succession.dataset.chosen = chosen
+    await succession.dataset.save_state()
+    next_one = succession.dataset.next
     if next_one is not None and next_one.record.state == "partial":
         await next_one.change(state="filling", why="")
     succession.insist()

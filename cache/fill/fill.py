@@ -657,16 +657,7 @@ class FillPass(Pass):
                 what += f"{' and ' if what else ''}directories that are not listed yet"
             why = self.run.tightest(Amount(max(size, SMALLEST), max(files, 1)))
             raise Ended("partial", f"no room for {what}: {why}")
-        raise Ended("partial", self._failed())
-
-    def _failed(self) -> str:
-        """How many entries could not be copied, and one of them."""
-        count = self.run.totals.failed
-        text = f"{count} {'entry' if count == 1 else 'entries'} could not be copied"
-        for number, name, reason in self.index.failures(1):
-            path = tree.shown([*self.index.path(number), name])
-            text += f"{', as' if count > 1 else ':'} {path[:MOST_SHOWN]} ({reason})"
-        return text
+        raise Ended("partial", _failed(self.run))
 
     def _closed(self) -> bool:
         """Close what is whole by itself; whether all is done."""
@@ -713,6 +704,16 @@ class FillPass(Pass):
         short = self._short
         room = 0 if short else self.run.room(inodes=1).bytes
         return protocol.End(ended.result, ended.why, fill=self.run.left(room=room, short=short))
+
+
+def _failed(run: Coordinator) -> str:
+    """How many entries could not be copied, and one of them."""
+    count = run.totals.failed
+    text = f"{count} {'entry' if count == 1 else 'entries'} could not be copied"
+    for number, name, reason in run.index.failures(1):
+        path = tree.shown([*run.index.path(number), name])
+        text += f"{', as' if count > 1 else ':'} {path[:MOST_SHOWN]} ({reason})"
+    return text
 
 
 def begin(task: protocol.FillTask) -> tuple[Coordinator, FillPass]:

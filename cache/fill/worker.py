@@ -72,7 +72,6 @@ class Worker:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self._folder = setup.generation
         self.throttle = control.Throttle(control.Control(page), number)
-        self._allowance = 0  # directories that the scan may still make
         self.committer = commit.Committer(setup.generation, self.throttle)
         self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
         self.large_copier = large_copy.LargeCopier(
@@ -115,7 +114,7 @@ class Worker:
         """Answers ScanPart for every few entries before."""
         part = protocol.ScanPart(directory=job.directory)
         found = protocol.Scanned(stored=protocol.Stored())
-        self._allowance = job.allowance
+        self.throttle.directories = job.allowance
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.committer.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
@@ -244,7 +243,7 @@ class Worker:
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
         no_room = self.throttle.no_room
-        if (no_room or not self._allowance) and not tree.has(target, item.name):
+        if (no_room or not self.throttle.directories) and not tree.has(target, item.name):
             flush_part(part)  # the coordinator must count what was made
             if not no_room:
                 raise control.Cancelled  # it is given again while there is room
@@ -263,7 +262,7 @@ class Worker:
         if new:
             part.made += 4096 + beyond
             part.new += 1
-            self._allowance -= 1
+            self.throttle.directories -= 1
         return beyond
 
     def _location(self, path: Sequence[str], item: Entry) -> tuple[str, int] | None:

@@ -1,5 +1,6 @@
 """What is shown of a dataset to operators."""
 
+import dataclasses
 import types
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,15 @@ def test_complete_dataset_says_that_its_source_is_away(
     note = "its source: directory /s: it is empty; mount it"
     assert (note in status.of_dataset(shown).notes) is told
     assert bool(status.findings({"a": shown}, [])) is not told
+
+
+def test_update_that_is_stuck_is_a_finding_that_names_the_entry(tmp_path: Path) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), "complete")
+    shown.stage = Stage.STORE
+    shown.next = shown.generation_of(shown.settings.source, "b")
+    why = "1 entry could not be copied: logs/f (it changed)"
+    shown.next.record = dataclasses.replace(shown.next.record, state="partial", why=why)
+    (told,) = status.findings({"a": shown}, [])
+    assert (told.rule, told.severity) == ("dataset-update-stuck", Severity.WARNING)
+    assert why in told.message
+    assert "'nodeagent dataset show a --failures'" in told.advice
