@@ -461,7 +461,8 @@ def _may_go_on(dataset: Dataset, target: Generation) -> bool:
 
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
     now = dataset.generation
-    idle = dataset.job is None and not (now.wanted or dataset.settings.warm or now.paused)
+    asked = dataset.job is not None or now.wanted or dataset.settings.warm or now.paused
+    idle = what == "cancel" and not asked  # a pause is for what may be asked later
     if now.state in ("complete", "partial") or (now.state == "new" and idle):
         state = dataset.state() if now.state == "new" else now.state
         why = f"it is {state}, there is nothing to {what}"

@@ -111,6 +111,21 @@ async def test_what_does_nothing_is_not_cancelled(
     assert shown.generation.paused == ("" if why else "cancelled")
 
 
+async def test_what_nobody_asked_for_can_be_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 'warm' of the settings that comes later waits then."""
+
+    async def unsaved(*_: Any, deadline: float) -> None:
+        """Nothing is kept."""
+
+    monkeypatch.setattr(kit.child, "call", unsaved)
+    shown = dataset(tmp_path, Source(), "new")
+    shown.settings = shown.settings.model_copy(update={"warm": False})
+    await Jobs({"a": shown}, lambda: 0).pause(shown)
+    assert shown.generation.paused == "paused"
+
+
 async def test_verify_reaches_the_source_once_and_keeps_it(tmp_path: Path) -> None:
     source = Source()
     shown = dataset(tmp_path, source)
