@@ -41,6 +41,8 @@ def sections(cache: Cache) -> Sequence[PageSection]:
     shown.sort(key=lambda each: _TONES.get(each.state) != "bad" and each.served_by != "none")
     summary = f"The store takes {size(cache.used())} of {size(cache.settings.budget)}; "
     summary += f"its disk is {cache.store_state()}."
+    if lacks := cache.lacking().bytes:
+        summary += f" Other files take {size(lacks)} of what is to stay free (cache.reserve)."
     if len(shown) > MOST_ROWS:
         summary += f" {len(shown) - MOST_ROWS} more are not shown: nodeagent dataset list."
     head = ("Dataset", "State", "Read by", "SSD hits", "Stored", "On SSD", "Version", "Why")

@@ -114,8 +114,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         word = "evicted   " if d["state"] == "evicted" else "no room    for"
         yield f"{word} {files['no_room']} files, {size(data['no_room'])}"
     if d.get("kept_share", 1) < 1:
-        kept = f"{d['kept_share']:.1%} of the files, always the same ones"
-        yield f"kept       {kept}; the rest is at the source"
+        kept = f"at most {d['kept_share']:.1%} of the files, always the same ones"
+        yield f"to keep    {kept}; the rest is at the source"
     if hits := d.get("hits"):
         share, _, sample = _hits(hits).partition(" ")
         yield f"hits       {share} of what is read is on the SSD{' ' if sample else ''}{sample}"
@@ -123,7 +123,8 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         by = f"now, {d['used_by']}" if d["used_by"] else _ago(d["used"])
         yield f"used       {by}" + (" (kept)" if d["keep"] else "")
     if d.get("update"):
-        yield f"update     to {_next_name(d['update'])}: {d['update']['state']}"
+        why = f" ({d['update']['why']})" if d["update"].get("why") else ""
+        yield f"update     to {_next_name(d['update'])}: {d['update']['state']}{why}"
     if d["phase"]:
         yield f"progress   {_progress_text(d)}"
     if d["verify"]:
@@ -134,8 +135,11 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         yield f"scrub      {_scrub_text(d['scrub'])}"
     for note in d["notes"]:
         yield f"note       {note}"
-    for failure in d.get("failures", ()):
-        yield f"  {failure['path']}: {failure['reason']}"
+    if failures := d.get("failures"):
+        stuck = d.get("update") and d["update"]["state"] == "partial"
+        of = f", of the update to {_next_name(d['update'])}" if stuck else ""
+        yield f"failures   {len(failures)}{of}"
+        yield from (f"  {each['path']}: {each['reason']}" for each in failures)
 
 
 def _next_name(next_one: dict[str, Any]) -> str:
@@ -149,9 +153,10 @@ def _ago(at: float) -> str:
 def _verify_text(verify: dict[str, Any]) -> str:
     if "checked_files" not in verify:
         return str(verify["state"])
-    left = verify.get("not_compared")
+    left, again = verify.get("not_compared"), verify["state"] == "good" and verify["bad"]
     return (
-        f"{verify['state']}: {verify['checked_files']} files, {verify['bad']} bad, "
+        f"{verify['state']}{' again' if again else ''}: {verify['checked_files']} files, "
+        f"{verify['bad']} bad{' before' if again else ''}, "
         f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
         + (f", {left} not compared" if left else "")
     )
@@ -175,15 +180,23 @@ def _scrub_text(scrub: dict[str, Any]) -> str:
     )
 
 
+def _filled(d: dict[str, Any]) -> dict[str, Any]:
+    """What is filled: the next generation while there is one, as the one that serves is not."""
+    new = d.get("update")
+    return {**d, **new, "state": f"update {new['state']}", "why": ""} if new else d
+
+
 def _progress_text(d: dict[str, Any]) -> str:
+    d = _filled(d)
     files, data, rate, left = d["files"], d["bytes"], d["rate"], d["eta_seconds"]
     eta = "" if left is None else f", {kit.units.format_duration(left)} left"
     size = kit.units.format_size
     state = f"{d['state']} ({d['why']})" if d["state"] == "queued" and d["why"] else d["state"]
     return (
         f"{state} {files['done']}/{files['total']} files, {size(data['done'])}/"
-        f"{size(data['total'])}, {rate['files']:.0f} files/s, {size(rate['bytes'])}/s, "
-        f"{files['failed']} failed{eta}"
+        f"{size(data['total'])}, {rate['files']:.0f} files/s, {size(rate['bytes'])}/s"
+        + (f", {files['failed']} failed" if "failed" in files else "")
+        + eta
     )
 
 
@@ -204,7 +217,8 @@ def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -
         terminal.say(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
     elif not wait:
         follow = f"nodeagent dataset warm {name} --wait"
-        terminal.say(f"{name} is {shown['state']}; follow it with '{follow}'")
+        state = "asked to fill" if shown["state"] == "cold" else shown["state"]
+        terminal.say(f"{name} is {state}; follow it with '{follow}'")
     if wait:
         _judge(shown)
 
@@ -267,11 +281,10 @@ async def _with_bar(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
     ) as bar:
         task = bar.add_task("", total=None, text="")
         async for shown in stream:
-            done, total = shown["files"]["done"], shown["files"]["total"]
-            text = terminal.plain(_progress_text(shown).partition(" ")[2])
-            bar.update(
-                task, completed=done, total=total or None, description=shown["state"], text=text
-            )
+            now = _filled(shown)
+            done, total, state = now["files"]["done"], now["files"]["total"], now["state"]
+            text = terminal.plain(_progress_text(shown).removeprefix(f"{state} "))
+            bar.update(task, completed=done, total=total or None, description=state, text=text)
             yield shown
 
 
@@ -373,7 +386,7 @@ def update(ctx: CommandContext, name: str, snapshot: str, wait: bool, as_json: b
         shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, snapshot), quiet=as_json))
     terminal.show((shown, _update_lines), as_json=as_json)
     if wait and shown.get("update"):
-        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset generations {name}'"
+        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset show {name} --failures'"
         raise NotFinishedError(PARTIAL, f"update of {name}", why, remedy)
 
 
@@ -407,7 +420,7 @@ def rescan(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
     terminal.show((shown, _update_lines), as_json=as_json)
     if wait and (shown.get("update") or shown["generation"] == before):
         why = (shown.get("update") or {"why": "it was cancelled"})["why"]
-        remedy = f"see 'nodeagent dataset generations {name}'"
+        remedy = f"see 'nodeagent dataset show {name} --failures'"
         raise NotFinishedError(PARTIAL if shown.get("update") else STOPPED, f"rescan of {name}",
                                why, remedy)  # fmt: skip
 

@@ -28,7 +28,7 @@ from cache.dataset.succession import Succession
 from cache.settings import CacheSettings, DatasetSettings, at_snapshot, same_place
 from cache.sources import kinds
 from cache.space import reserve, uses
-from cache.store import disk, generations, soundness, subset
+from cache.store import disk, generations, probe, soundness, subset
 from cache.store.health import State
 from cache.store.watch import StoreWatch
 from cache.views import by_id, view
@@ -68,7 +68,7 @@ class Cache:
         self._past = figures.Totals()  # of datasets that the settings lost
         self.trashed = 0  # SSD bytes of discarded generations that are not deleted yet
         self.presence = presence.Presence(self.datasets)
-        self.jobs = Jobs(self.datasets, self._foreign, lambda: self.trashed, self._short)
+        self.jobs = Jobs(self.datasets, self._foreign, lambda: self.trashed, self.lacking)
         self.soundness = soundness.Soundness(Path(os.path.realpath(state_dir)))
         self.scrubber = scrub.Scrubber(self.datasets, self.jobs, self.soundness)
         self.jobs.clear_way = self.scrubber.clear_way
@@ -142,7 +142,7 @@ class Cache:
             disk_set,
             self._store_changed,
             self.soundness,
-            self.jobs.disk_looked_at,
+            functools.partial(_disk_looked_at, self),
         )
         self._watching = asyncio.create_task(self.watch.follow(), name="store watch")
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
@@ -187,8 +187,10 @@ class Cache:
             raise kit.errors.HostError(f"cache.store {self._store}", cause, remedy) from error
 
     async def _look_at_store(self) -> None:
-        """Begin anew when a store that could not be used at the start can be used now."""
-        if self.watch is None and time.monotonic() >= self._store_due:
+        """Begin anew when a store that could not be used at the start can be used now, and with a
+        new one on a disk that has none any more."""
+        none_there = self.watch is None or self.watch.missing
+        if none_there and time.monotonic() >= self._store_due:
             try:
                 await self._prepare_store()
                 self.no_store, self._anew = None, True
@@ -483,7 +485,7 @@ class Cache:
     def _foreign(self) -> int:
         return sum(self.orphans.values()) + self.trashed
 
-    def _short(self) -> subset.Amount:
+    def lacking(self) -> subset.Amount:
         """What the store's disk lacks of the reserve, beside what is being deleted."""
         if self.watch is None or not self.watch.health.usable or self.trashed:
             return subset.Amount()
@@ -507,6 +509,16 @@ class Cache:
             *status.damaged(self._store, self.damaged),
         ]
         self._reporter.report("cache", found)
+
+
+def _disk_looked_at(cache: Cache) -> None:
+    """What lacks room is filled again when other files have left some."""
+    cache.jobs.disk_looked_at()
+    seen = cache.watch.seen if cache.watch is not None else probe.Seen()
+    takes = seen.size - seen.free - cache.used()
+    known = seen.size and not cache.trashed and cache.no_store is None
+    if known and cache.reserve.others.left_room(time.monotonic(), takes, seen.size):
+        cache.jobs.room_came(cache.datasets.values())
 
 
 def refuse_eviction(dataset: Dataset, *, force: bool) -> None:

@@ -184,10 +184,11 @@ def kubelet(root: str) -> str:
 
 
 def directory(path: str, state_dir: str, by_object: bool) -> str:
-    try:
-        root = roots.look_in_place(path, state_dir, by_object)
-    except OSError as error:
-        raise base.explain(f"directory {path}", error) from error
+    with base.asked_once():
+        try:
+            root = roots.look_in_place(path, state_dir, by_object)
+        except OSError as error:
+            raise base.explain(f"directory {path}", error) from error
     if root["empty"]:
         raise kit.errors.SourceError(f"directory {path}", "it is empty", "mount the source there")
     return f"{path} can be read"

@@ -213,6 +213,13 @@ class ViewAccessSettings(kit.settings.Section):
     directories above the source, else '0700'. CephFS: '0755', because the agent cannot see
     directories above `path`."""
 
+    @field_validator("mode")
+    @classmethod
+    def _lets_in(cls, value: str | None) -> str | None:
+        if value is not None and not int(value, 8) & 0o111:
+            raise ValueError(f"{value!r} lets nobody enter: write it with x bits, like '0755'")
+        return value
+
 
 class DatasetSettings(kit.settings.Section):
     """One dataset: a named directory tree that jobs read at <views>/<name>/data."""

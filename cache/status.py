@@ -262,6 +262,8 @@ def _of_identity(shown: Dataset) -> list[str]:
     notes = [shown.source.note] if shown.source.note else []
     if shown.reached is not None and shown.reached.note:
         notes.append(shown.reached.note)
+    if shown.trouble is not None and shown.state() == "complete":  # of others it is a finding
+        notes.append(f"its source: {shown.trouble}")
     if shown.generation.replaced:
         notes.append(f"began anew: {shown.generation.replaced}")
     if shown.current.unproven:
@@ -297,7 +299,7 @@ def _scrub(dataset: Dataset) -> ShownScrub:
 
 
 async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
-    """``limit`` entries that could not be copied or do not fit.
+    """``limit`` entries that could not be copied or do not fit; while an update is stuck, of that.
 
     ``after``: ``next`` of the page before.
     """
@@ -311,8 +313,11 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
     except ValueError as error:
         raise wrong from error
+    target = shown.current
+    if shown.next is not None and shown.next.record.state == "partial":
+        target = shown.next
     found: dict[str, Any] = await kit.child.call(
-        generations.failures_page, shown.folder, limit, start, deadline=FAILURES_SECONDS
+        generations.failures_page, target.folder, limit, start, deadline=FAILURES_SECONDS
     )
     return found
 
@@ -394,8 +399,8 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.next is not None and shown.next.record.state == "partial":
         message = f"the update of {shown.name} does not go on: {shown.next.record.why}"
         advice = (
-            f"the earlier generation is served; see 'nodeagent dataset generations {shown.name}', "
-            "raise cache.budget, or correct the source"
+            "the earlier generation is served; see 'nodeagent dataset show "
+            f"{shown.name} --failures', give it the room that it lacks, or correct the source"
         )
         yield finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
     if shown.current.unproven:
@@ -412,8 +417,9 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (
-            f"see 'nodeagent dataset show {shown.name}', raise cache.budget, or correct the source "
-            f"and run 'nodeagent dataset warm {shown.name}'"
+            f"see 'nodeagent dataset show {shown.name} --failures', give it the room it lacks, "
+            f"or correct the source; 'nodeagent dataset warm {shown.name}' tries it again at once, "
+            "the agent every 15 minutes"
         )
         yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from of_scrubs(shown)
@@ -431,9 +437,12 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         )
         yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
     elif bad := result.get("bad"):
-        message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
+        whole = shown.generation.state == "complete"
+        replaced = "all are replaced" if whole else f"{result['replaced']} of them were replaced"
+        message = f"{bad} files or directories in the store were bad, {replaced}"
         advice = "check the SSD (smartctl, kernel log), then verify again"
-        yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+        severity = Severity.WARNING if whole else Severity.CRITICAL
+        yield finding("store-bad-files", shown.name, severity, message, advice)
 
 
 def of_scrubs(dataset: Dataset) -> Iterable[Finding]:

@@ -16,6 +16,7 @@ from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.dataset.succession import Succession
 from cache.settings import at_snapshot, snapshot_of
+from cache.sources import base
 from cache.store import published
 
 PUBLISH_SECONDS = 900.0  # ten million entries take about two minutes
@@ -87,11 +88,14 @@ async def rescan(succession: Succession) -> None:
     if dataset.removed or state not in ("complete", "partial"):
         raise dataset.refused(f"it is {dataset.state()}: its source is listed when it fills",
                        f"'nodeagent dataset warm {dataset.name}'")  # fmt: skip
-    if pending(dataset) is not None:
+    stuck = dataset.next is not None and dataset.next.record.state == "partial"
+    if pending(dataset) is not None and not stuck:
         raise dataset.refused("its source is being listed again already", "wait, or cancel it")
+    scan = f"{time.time_ns():x}" if pending(dataset) is None else dataset.chosen["scan"]
     async with dataset.lock:
-        await dataset.reach()  # a rescan of what does not answer is refused at once
-        await _write(succession, {"scan": f"{time.time_ns():x}"})
+        with base.asked_once():
+            await dataset.reach()  # a rescan of what does not answer is refused at once
+        await _write(succession, {"scan": scan})
 
 
 def pending(dataset: Dataset) -> str | None:
@@ -113,9 +117,13 @@ async def cancel(succession: Succession) -> bool:
 
 
 async def _write(succession: Succession, chosen: dict[str, str]) -> None:
-    """The choice, durably. The caller has the dataset's lock."""
+    """The choice, durably; an update that is stuck is tried again. The caller has the dataset's
+    lock."""
     succession.dataset.chosen = chosen
     await succession.dataset.save_state()
+    next_one = succession.dataset.next
+    if next_one is not None and next_one.record.state == "partial":
+        await next_one.change(state="filling", why="")
     succession.insist()
 
 
@@ -126,7 +134,8 @@ async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None
     async with dataset.lock:
         if check and wanted.id not in kept:
             dataset.source_mounted = True
-            await wanted.source.reach(dataset.cache.source_timeout, serve=False)
+            with base.asked_once():
+                await wanted.source.reach(dataset.cache.source_timeout, serve=False)
         instead = snapshot_of(dataset.settings.source)
         await _write(succession, {"snapshot": snapshot, "instead": instead})
 

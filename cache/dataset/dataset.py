@@ -60,6 +60,7 @@ def trouble_of(name: str, view: str, error: Exception) -> kit.errors.AgentError:
 log = structlog.get_logger("dataset")
 
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
+ONLY_ROOT = "only root may enter the view"
 _PUBLISH = (Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE)
 # The tree of a store cannot be opened: it has gone, or its disk fails.
 _TREE_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ESTALE)
@@ -404,7 +405,10 @@ class Dataset(standing.Standing):
         wanted = access.owner, access.group, access.mode, self.source.place
         if not view.is_allowed(self.view, *wanted):
             async with self.looks:  # not a process for each dataset at once
-                await kit.child.call(view.allow, self.view, *wanted, deadline=VIEW_SECONDS)
+                shut = await kit.child.call(view.allow, self.view, *wanted, deadline=VIEW_SECONDS)
+            note = f"{ONLY_ROOT}, as {shut} keeps users out: set access.mode"
+            others = [each for each in self.notes if not each.startswith(ONLY_ROOT)]
+            self.notes = [*others, note] if shut else others
         self._allowed = access
 
     async def _act(self, action: Action) -> bool:
@@ -472,6 +476,8 @@ class Dataset(standing.Standing):
             other = await self.current.reach(self.cache.source_timeout, serve=serve)
         self.due.answered(self._check_interval())
         self.server = self.reached.server if self.reached is not None else ""
+        if isinstance(self.trouble, kit.errors.SourceError) and self.generation.failed:
+            self.due.fill_soon()  # what failed while it did not answer
         self.trouble = None
         if other:
             await self._outdate(other)
@@ -552,7 +558,8 @@ class Dataset(standing.Standing):
             self.stage = stage
         self.due.refresh_wanted = False
         if not done.pop("clean"):
-            self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
+            note = "this kernel (before 6.5) keeps earlier mounts of the view below it"
+            self.notes = [note, *(each for each in self.notes if each != note)]
         self._shown = view.Shown(**done)
         if self.reached is not None:
             self._published_device = self.reached.device

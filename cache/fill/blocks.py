@@ -154,6 +154,11 @@ class Pass:
         disk, used = os.statvfs(self.folder), image_copy.used(self.folder)
         return space.balance(disk, self.agent.limits, used=used, inodes=0)
 
+    def tightest(self, lacks: int) -> str:
+        disk, used = os.statvfs(self.folder), image_copy.used(self.folder)
+        needed = subset.Amount(lacks, image_copy.INODES)
+        return space.tightest(disk, self.agent.limits, used=used, inodes=0, lacks=needed)
+
     def fitting(self, wanted: list[int]) -> list[int]:
         """The chunks of ``wanted`` to store now; all of them, unless there is room for a part."""
         if not self.task.partly or not self.lacks(len(wanted)):
@@ -343,8 +348,7 @@ def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
         result, why = ended.result, ended.why
     done.report()
     if left:
-        size = kit.units.format_size(left)
-        result, why = "partial", f"{size} more are needed than budget and reserve leave"
+        result, why = "partial", f"no room for {kit.units.format_size(left)}: {done.tightest(left)}"
         if done.task.partly:
             why += "; the rest of the image is read from its source"
         else:

@@ -112,6 +112,7 @@ class Throttle:
         self._worker = worker
         self._rates = 0.0, 0.0  # bytes and files per second
         self._buckets: list[Bucket | None] = [None, None]
+        self.directories = 0  # that the scan may still make
 
     def step(self, files: int, size: int) -> None:
         """Count, and wait as the limits demand. Raises Cancelled."""

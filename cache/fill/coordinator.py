@@ -37,7 +37,7 @@ HANGS = f"the source gave no answer within {HANG_SECONDS:g}s"
 LOOK_SECONDS = 1.0  # between two looks for workers that hang
 
 COPIES = (Copy, Extents, Whole)  # jobs after which something is to be committed
-STORING = (Copy, protocol.Fetch)  # jobs whose ``Assignment`` says what they take at most
+STORING = (Copy, Scan, protocol.Fetch)  # jobs whose ``Assignment`` says what they take at most
 
 # What is copied and not committed yet, and when it is committed.
 
@@ -64,6 +64,25 @@ class Staged:
     silent: set[str] = field(default_factory=set)  # names that are copied after all others
     part: str = ""  # instead of a folder: a large file, by its key
     name: str = ""  # of that file
+
+
+def kept_of(job: Copy, answer: protocol.Copied) -> list[manifest.Item]:
+    """What the manifest keeps of a copy: what is left comes with another one."""
+    left, failed = set(answer.left), {failure.name for failure in answer.failed}
+    newer = {item.name: item for item in answer.newer}
+    sums = (
+        answer.sums[at : at + protocol.SUM].strip()
+        for at in range(0, len(answer.sums), protocol.SUM)
+    )
+    return [
+        manifest.Item(
+            newer.get(item.name, item),
+            manifest.State.AT_SOURCE if item.name in failed else manifest.State.STORED,
+            checksum,
+        )
+        for item, checksum in zip(job.entries, sums, strict=True)
+        if item.name not in left
+    ]
 
 
 class Batch:

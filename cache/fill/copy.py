@@ -70,6 +70,9 @@ class Copier:
         self._immutable = immutable
         self._buffer = memoryview(bytearray(BLOCK))
         self.checksum = ""  # of the last copy, in hex
+        self.read: os.stat_result | None = (
+            None  # status of the source's file; None: as it was given
+        )
 
     def copy(self, source: int, item: Entry, staging: int) -> int:
         """Copy ``item`` of the directory ``source``; the SSD bytes of the copy.
@@ -79,7 +82,7 @@ class Copier:
         Raises OSError when it cannot be read or written, ChangedError when it changed meanwhile,
         Cancelled; nothing is left in staging then.
         """
-        self.checksum = ""
+        self.checksum, self.read = "", None
         try:
             if item.is_link:
                 self._copy_link(source, item, staging)
@@ -99,7 +102,7 @@ class Copier:
         try:
             if extents.write_sparse(copy, memoryview(data), 0):
                 os.ftruncate(copy, item.size)
-            self.checksum = xxhash.xxh3_128_hexdigest(data)
+            self.checksum, self.read = xxhash.xxh3_128_hexdigest(data), None
             os.setxattr(copy, tree.CHECKSUM, self.checksum.encode())
             return set_attributes(copy, item.uid, item.gid, item.mode, item.mtime_ns)
         except BaseException:
@@ -127,6 +130,7 @@ class Copier:
                 if not self._immutable and _version(before) != _version(os.fstat(origin)):
                     raise ChangedError(f"{item.name} changed while it was copied")
                 self.checksum = checksum.decode()
+                self.read = None if self._immutable else before
                 os.setxattr(copy, tree.CHECKSUM, checksum)
                 return set_attributes(
                     copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns

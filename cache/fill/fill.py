@@ -18,7 +18,7 @@ import time
 
 import kit.files
 import kit.units
-from cache.fill import agent, closing, large_files, opened, protocol
+from cache.fill import agent, closing, coordinator, large_files, opened, protocol
 from cache.fill.agent import Ended
 from cache.fill.coordinator import COPIES, HANGS, Coordinator, Pass, Staged
 from cache.fill.protocol import Copy, Extents, Scan, Whole
@@ -244,6 +244,9 @@ class Kept:
 SEALS_IN_A_BATCH = 2048
 # SSD bytes. With less room than this the pass does not look for files that still fit.
 SMALLEST = 4096
+DIRECTORY = 4096 + 512  # SSD bytes of a new one, with its name in the one above
+LEAST_ALLOWANCE = 4096  # directories that one listing may make, while there is so much room
+MOST_SHOWN = 200  # characters of a path
 PASSING_SECONDS = 0.2  # to pass over chunks before answers are looked at again
 
 
@@ -346,15 +349,17 @@ class FillPass(Pass):
             return None
         if (reading := self.published.assignment()) or self.published.waits:
             return reading
-        room = self.run.room(inodes=1).holds(4096, 1)
+        left = self.run.room(inodes=0)
+        room = min(left.bytes // DIRECTORY, left.inodes)
         if not room:
-            if self.run.copies_in_flight:
+            if self.run.copies_in_flight:  # listings, too: what they may make is counted as made
                 return None
             if not self.look_in_tree:
                 self.no_room = True
                 return None
         # Without room a directory can still be listed again: it has its subdirectories.
         self.run.page.set_no_room(not room)
+        allowance = min(room, max(LEAST_ALLOWANCE, room // 8))
         number = waiting[0]
         path = self.index.path(number)
         with self.index.transaction():
@@ -366,9 +371,10 @@ class FillPass(Pass):
             directory=number, path=path, mounted=self.mounted.get(tuple(path), []),
             again=self.look_in_tree,
             extras=self.look_in_tree and (not self.immutable or rescanned),
-            published=self.published.ready and not rescanned,
+            published=self.published.ready and not rescanned, allowance=allowance,
         )  # fmt: skip
-        return Assignment(job, directory=number)
+        size = allowance * DIRECTORY
+        return Assignment(job, directory=number, allocated=size, inodes=allowance)
 
     def _skeleton_complete(self) -> None:
         self.skeleton = True
@@ -394,8 +400,8 @@ class FillPass(Pass):
                 self.index.fail(number, name, reason, lasting=lasting)
         self._end_if_refused(number, part.failed)
         if part.made:
-            self.run.usage.add(Amount(part.made))
-            if not self.run.room(inodes=1).holds(4096, 1):
+            self.run.usage.add(Amount(part.made, part.new))
+            if not self.run.balance().holds(4096, 1):  # others fill the disk, or a budget fell
                 self.run.page.set_no_room(True)
 
     def _scanned(self, job: Scan, answer: protocol.Scanned) -> None:
@@ -514,7 +520,7 @@ class FillPass(Pass):
                 failed=answer.failed,
                 links=answer.links,
                 left={item.name for item in chunk.entries} - given | set(answer.left) - silent,
-                kept=_kept(job, answer),
+                kept=coordinator.kept_of(job, answer),
                 silent=silent,
             )
         )
@@ -649,8 +655,9 @@ class FillPass(Pass):
             what = f"{files} files, {kit.units.format_size(size)}" if files or self.skeleton else ""
             if not self.skeleton:
                 what += f"{' and ' if what else ''}directories that are not listed yet"
-            raise Ended("partial", f"no room for {what}")
-        raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
+            why = self.run.tightest(Amount(max(size, SMALLEST), max(files, 1)))
+            raise Ended("partial", f"no room for {what}: {why}")
+        raise Ended("partial", _failed(self.run))
 
     def _closed(self) -> bool:
         """Close what is whole by itself; whether all is done."""
@@ -699,22 +706,14 @@ class FillPass(Pass):
         return protocol.End(ended.result, ended.why, fill=self.run.left(room=room, short=short))
 
 
-def _kept(job: protocol.Copy, answer: protocol.Copied) -> list[manifest.Item]:
-    """What the manifest keeps of a copy: what is left comes with another one."""
-    left, failed = set(answer.left), {failure.name for failure in answer.failed}
-    sums = (
-        answer.sums[at : at + protocol.SUM].strip()
-        for at in range(0, len(answer.sums), protocol.SUM)
-    )
-    return [
-        manifest.Item(
-            item,
-            manifest.State.AT_SOURCE if item.name in failed else manifest.State.STORED,
-            checksum,
-        )
-        for item, checksum in zip(job.entries, sums, strict=True)
-        if item.name not in left
-    ]
+def _failed(run: Coordinator) -> str:
+    """How many entries could not be copied, and one of them."""
+    count = run.totals.failed
+    text = f"{count} {'entry' if count == 1 else 'entries'} could not be copied"
+    for number, name, reason in run.index.failures(1):
+        path = tree.shown([*run.index.path(number), name])
+        text += f"{', as' if count > 1 else ':'} {path[:MOST_SHOWN]} ({reason})"
+    return text
 
 
 def begin(task: protocol.FillTask) -> tuple[Coordinator, FillPass]:

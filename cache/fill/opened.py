@@ -101,6 +101,12 @@ class OpenGeneration:
         system = os.statvfs(self.generation)
         return space.balance(system, self.agent.limits, used=own.bytes, inodes=own.inodes)
 
+    def tightest(self, lacks: Amount) -> str:
+        """Why there is no room for ``lacks``, for operators."""
+        own, system = self._takes() - self.shared, os.statvfs(self.generation)
+        limits = self.agent.limits
+        return space.tightest(system, limits, used=own.bytes, inodes=own.inodes, lacks=lacks)
+
     def left(self, *, room: int = 0, short: bool = False) -> protocol.FillEnd:
         """What the pass leaves behind. ``room``, ``short``: as in ``FillEnd``."""
         (files, size), takes, shared = self.index.left(), self._takes(), self.shared

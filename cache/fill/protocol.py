@@ -153,6 +153,8 @@ class Limits:
     wanted_inodes: int = 0
     least: Least = field(default_factory=Least)  # beside ``reserve``; the larger of both counts
     disk: bool = True  # what it has free counts, beside the budgets
+    own: bool = False  # the budget is the dataset's own, which ends before the node's
+    own_inodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +319,7 @@ class Scan(Message):
     again: bool  # look for what the tree has already
     extras: bool  # remove from the tree what the source lacks
     published: bool = False  # the published manifest tells the entries, not the source
+    allowance: int = 2**62  # new directories; with more to make it ends cancelled
 
 
 class Copy(Message):
@@ -418,6 +421,7 @@ class ScanPart(Message):
     unmade: list[str] = []  # those that are not in the tree: mount points, failures
     failed: list[Failure] = []
     made: int = 0  # SSD bytes of new directories
+    new: int = 0  # how many
     location: tuple[str, int] | None = None  # where the objects of its files are
 
 
@@ -444,6 +448,7 @@ class Copied(Message):
     silent: list[str] = []  # those of them whose objects did not answer at once
     full: bool = False  # stopped because the disk is full
     objects: int = 0  # files that were read past the mount, by their objects
+    newer: list[Entry] = []  # files that had changed since they were listed, as they were copied
     note: str = ""  # for the log
 
 

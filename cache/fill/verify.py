@@ -259,6 +259,9 @@ class VerifyPass(coordinator.Pass):
                 for name in [failure.name for failure in answer.failed] + answer.left:
                     self._quarantine(job.path, name)
                 self.found.replaced += answer.files
+                if answer.files:
+                    kept = coordinator.kept_of(job, answer)
+                    _renew(self.index, assignment.directory, kept)
                 staged = Staged(job.folder, assignment.directory, failed=answer.failed)
                 self.run.batch.add(staged)
             case _:
@@ -414,6 +417,16 @@ class VerifyPass(coordinator.Pass):
                 self._quarantine(path, name)
         generations.write_quarantined(self.run.generation, self.unreplaced)
         return len(self.unreplaced)
+
+
+def _renew(of: index.Index, directory: int, items: list[manifest.Item]) -> None:
+    """Have the manifest tell of these entries of a directory what they are now."""
+    new = {item.entry.name: item for item in items}
+    with of.transaction() as db:
+        for part in of.parts(directory):
+            if not part.waits and any(item.entry.name in new for item in part.items):
+                packed = manifest.pack([new.get(item.entry.name, item) for item in part.items])
+                db.execute("UPDATE manifest SET entries = ? WHERE id = ?", (packed, part.number))
 
 
 def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 
 import kit.files
 from cache.fill import commit, control, copy, fetch, large_copy, protocol, share, verify_worker
-from cache.store import index, tree
+from cache.store import index, sample, tree
 from cache.store.tree import Entry
 from ceph import native, objects
 from kit import child_main
@@ -52,8 +52,8 @@ def part_size(part: protocol.ScanPart) -> int:
 def flush_part(part: protocol.ScanPart) -> None:
     """Answer it, and empty it."""
     protocol.answer(part)
-    part.chunk, part.stored, part.folders, part.failed, part.made = [], [], [], [], 0
-    part.unmade = []
+    part.chunk, part.stored, part.folders, part.failed, part.unmade = [], [], [], [], []
+    part.made = part.new = 0
 
 
 # The rest of a chunk waits for another turn after this long: what is staged gets committed.
@@ -114,6 +114,7 @@ class Worker:
         """Answers ScanPart for every few entries before."""
         part = protocol.ScanPart(directory=job.directory)
         found = protocol.Scanned(stored=protocol.Stored())
+        self.throttle.directories = job.allowance
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.committer.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
@@ -241,8 +242,11 @@ class Worker:
         self, target: int, item: Entry, source: int | None, part: protocol.ScanPart
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
-        if self.throttle.no_room and not tree.has(target, item.name):
+        no_room = self.throttle.no_room
+        if (no_room or not self.throttle.directories) and not tree.has(target, item.name):
             flush_part(part)  # the coordinator must count what was made
+            if not no_room:
+                raise control.Cancelled  # it is given again while there is room
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             new = tree.make_directory(target, item, source)
@@ -257,6 +261,8 @@ class Worker:
         beyond = max(0, status.st_blocks * 512 - 4096) + item.name_bytes
         if new:
             part.made += 4096 + beyond
+            part.new += 1
+            self.throttle.directories -= 1
         return beyond
 
     def _location(self, path: Sequence[str], item: Entry) -> tuple[str, int] | None:
@@ -316,6 +322,9 @@ class Worker:
         def add(item: Entry, allocated: int) -> None:
             tried.add(item.name)
             sums[item.name] = self.copier.checksum
+            now = self.copier.read
+            if now is not None and sample.difference(item, now):
+                copied.newer.append(tree.entry_of(item.name, now))
             copied.files += 1
             copied.bytes += item.size if item.is_file else 0
             copied.allocated += allocated + item.name_bytes

@@ -1,7 +1,8 @@
 """What every kind of source has in common. Imports little: ``look`` runs in a child process."""
 
+import contextlib
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ import kit.errors
 from cache.settings import Source as Settings
 from cache.sources import roots
 from ceph.protocol import Access, ImageAccess
+
+AGAIN = "it is tried again"
 
 
 class GoneError(kit.errors.SourceError):
@@ -83,6 +86,16 @@ class Source(Protocol):
         """Unmount what the agent mounted. Nobody reads from it any more."""
 
 
+@contextlib.contextmanager
+def asked_once() -> Iterator[None]:
+    """Somebody asks for it: when the source fails, it is not tried again by itself."""
+    try:
+        yield
+    except kit.errors.SourceError as error:
+        remedy = error.remedy.replace(AGAIN, "ask again once it answers")
+        raise type(error)(error.thing, error.cause, remedy) from error
+
+
 async def snapshots_of(
     directory: str, thing: str, deadline: float, failed: Callable[[OSError], Awaitable[None]]
 ) -> dict[str, float]:
@@ -102,7 +115,7 @@ async def snapshots_of(
 
 def explain(thing: str, error: OSError) -> kit.errors.SourceError:
     """An error of the file system for operators."""
-    again = "it is tried again"
+    again = AGAIN
     causes = {
         errno.ENOENT: ("the directory does not exist", f"create or mount it; {again}"),
         errno.ENOTDIR: ("it is not a directory", f"set the path of a directory; {again}"),

@@ -39,7 +39,7 @@ BLOCK = 4096  # SSD bytes that a file takes beside its own, at most
 # SSD bytes that are left over, as a part of what is used, for which a larger share is looked for.
 SPARE = 1 / 32
 EVICTED = "evicted"  # paused: nothing is filled until an operator asks
-BEYOND, TAKEN = "a budget was exceeded", "an operator had files taken out"
+TAKEN = "an operator had files taken out"
 UPDATED = "it gave room to its next generation"
 SHORT = "others filled the disk, and the reserve was short"
 
@@ -240,8 +240,9 @@ class Budgets:
         store = self._store()
         return None if store is None else victims.next_one(self._shares(), store, asked)
 
-    async def _ask(self, dataset: Dataset, why: str = BEYOND, wanted: Amount = NOTHING) -> bool:
+    async def _ask(self, dataset: Dataset, why: str = "", wanted: Amount = NOTHING) -> bool:
         """Have a dataset give what is beyond, and what is ``wanted``. False when it cannot now.
+        ``why``: '' for what is beyond a budget.
 
         The caller has ``turn``.
         """
@@ -259,8 +260,10 @@ class Budgets:
                         self._limits_of(dataset, "evict"),
                         wanted=wanted.bytes, wanted_inodes=wanted.inodes,
                     )  # fmt: skip
-                    if why == BEYOND and dataset.settings.keep:
+                    if not why and dataset.settings.keep:
                         allowed = limits.of_its_own(dataset, allowed)
+                    share = limits.share_of(dataset)
+                    why = why or victims.exceeded(share, self._shares(), self._store())
                     await self._evictions.settle(dataset, grow=False, limits=allowed, why=why)
             done = True
         except (kit.errors.AgentError, OSError, RuntimeError) as error:

@@ -57,6 +57,8 @@ def of(
         bytes_per_second=0 if only_store else fill.bytes_per_second,
         files_per_second=0 if only_store else fill.files_per_second,
         budget=_least(cache.budget, own.budget, rest.bytes),
+        own=0 < own.budget < cache.budget - rest.bytes,
+        own_inodes=0 < own.budget_inodes < (cache.budget_inodes or 2**62) - rest.inodes,
         others=others.bytes,
         inodes=_least(cache.budget_inodes, own.budget_inodes, rest.inodes) or 2**62,
         other_inodes=others.inodes,

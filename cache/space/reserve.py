@@ -28,6 +28,8 @@ STORE_SECONDS = 30.0  # to look where the store lies: its disk may hang
 LOOK_SECONDS = 60.0  # between two looks at the kubelet's file
 # Of a threshold, on top of it: the kubelet looks every 10 s, and others write meanwhile.
 MARGIN = 1 / 8
+LEFT = 1 / 64  # of the disk: room that others leave, for which what lacked some is filled again
+LASTS_SECONDS = 60.0
 
 
 def least(found: kubelet.Thresholds, *, nodefs: bool, imagefs: bool) -> Least:
@@ -47,12 +49,33 @@ def _most(limits: Iterable[kubelet.Limit]) -> tuple[float, int]:
     return min(1.0, share * (1 + MARGIN)), int(amount * (1 + MARGIN))
 
 
+class Others:
+    """What other files take of the store's disk. They come and go: room counts once it lasts."""
+
+    def __init__(self) -> None:
+        self._most = 0  # bytes that they took since they left room
+        self._since: float | None = None
+
+    def left_room(self, now: float, takes: int, size: int) -> bool:
+        """Whether they have left a part of the disk of ``size`` bytes, since this was told last."""
+        self._most = max(self._most, takes)
+        if self._most - takes < size * LEFT:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        if now - self._since < LASTS_SECONDS:
+            return False
+        self._most, self._since = takes, None
+        return True
+
+
 class Reserve:
     """Follows the kubelet's thresholds. ``changed`` is called when they are others."""
 
     def __init__(self, settings: CacheSettings, changed: Callable[[], None]) -> None:
         self.settings = settings
         self.least = Least()
+        self.others = Others()
         self.trouble = ""  # why the thresholds are not known
         self._changed = changed
         self._wake = asyncio.Event()

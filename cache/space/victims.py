@@ -55,6 +55,15 @@ class StoreBudget:
         return self.short or size > self.budget or 0 < self.budget_inodes < inodes
 
 
+def exceeded(share: Share, shares: Sequence[Share], store: StoreBudget | None) -> str:
+    """Which budget ``share`` gives files for, for operators: its own, or else the node's."""
+    whose, size = "its own ", 0 < share.budget < share.bytes
+    if store is not None and not share.beyond:
+        whose = "cache."
+        size = store.foreign + sum(each.bytes for each in shares) > store.budget
+    return f"{whose}{'budget' if size else 'budget_inodes'} was exceeded"
+
+
 def next_one(shares: Sequence[Share], store: StoreBudget, asked: Collection[str]) -> str | None:
     """The name of the dataset that gives now; None when nobody has to, or can.
 

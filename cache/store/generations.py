@@ -163,8 +163,8 @@ def _check_format(store: Path, former: str) -> None:
         raise OSError(errno.EIO, kept.why, str(marker))
     if not disk.has_generations(store):
         former = ""
-        # An agent that was killed during its first start leaves these.
-        ours = ("lost+found", f".{disk.MARKER}.new", _PROBE)
+        # An agent that was killed during its first start leaves these, and 'rm -rf STORE/*'.
+        ours = ("lost+found", f".{disk.MARKER}.new", _PROBE, TRASH)
         remedy = "set cache.store to an empty directory"
         if kept is not None:
             remedy += ", or empty this one: it is only a cache"

@@ -32,6 +32,7 @@ class Sign:
 
     fault: str = ""  # '' when nothing is wrong
     gone: bool = False  # no disk, or another one
+    missing: bool = False  # its disk is there, and no store on it: a new one may be made
     slow: bool = False  # only late: nothing says that it lost anything
 
 

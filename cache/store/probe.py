@@ -44,6 +44,7 @@ class Look:
 class Seen:
     fault: str = ""
     gone: bool = False
+    missing: bool = False  # as in health.Sign
     device: int = 0
     heard: int = -1  # as in Look; -1: the log cannot be read
     errors: int | None = None  # that ext4 has counted, over all its mounts
@@ -97,8 +98,7 @@ class Probe:
         try:
             device = os.stat(wanted.store).st_dev
             if device != wanted.device:  # mount tables are long: not at each look
-                named_disk = None if wanted.disk is None else Path(wanted.disk)
-                disk.check(wanted.store, named_disk, Path(wanted.state_dir))
+                _check(wanted)
             if device != self._device:
                 self._device, self._names = device, names_of(device)
                 said = self._named() if wanted.device == device else ""
@@ -111,7 +111,9 @@ class Probe:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return Seen(said, device=device)
-            gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO)
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return _missing(wanted)
+            gone = error.errno in (errno.ENODEV, errno.ENXIO)
             return Seen(f"its disk fails ({error.strerror})", gone=gone)
         except kit.errors.HostError as error:
             return Seen(error.cause, gone=True)
@@ -142,6 +144,21 @@ class Probe:
             if named(text) in self._names:
                 return f"the kernel says: {text[:160]}"
         return ""
+
+
+def _check(wanted: Look) -> None:
+    """HostError unless the store's disk is mounted."""
+    named_disk = None if wanted.disk is None else Path(wanted.disk)
+    disk.check(wanted.store, named_disk, Path(wanted.state_dir))
+
+
+def _missing(wanted: Look) -> Seen:
+    """Nothing fails: somebody deleted the store, mounted a new disk, or unmounted the disk."""
+    try:
+        _check(wanted)
+    except kit.errors.HostError as error:
+        return Seen(error.cause, gone=True)
+    return Seen("no store is there", gone=True, missing=True)
 
 
 def _errors_of(names: set[str], sys: Path = Path("/sys")) -> int | None:

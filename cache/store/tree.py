@@ -23,6 +23,7 @@ CHECKSUM = "trusted.nodeagent.xxh3-128"
 OPAQUE = "trusted.overlay.opaque"
 # Where an overlay looks for the source's side of a directory whose parent is opaque.
 REDIRECT = "trusted.overlay.redirect"
+_SPARE = "trusted.nodeagent.is.so"  # as long as OPAQUE, at least
 # Beside OPAQUE: the mark speaks for the names of this directory, not for what is below them.
 CLOSED = "trusted.nodeagent.closed"
 # What CephFS tells of a directory, by both clients.
@@ -319,20 +320,24 @@ def xattrs_of(source: int) -> dict[str, bytes]:
 
 def copy_xattrs(source: int, target: int) -> None:
     """Copy user xattrs and POSIX ACLs. OSError, E2BIG when the store cannot hold them."""
-    for name, value in xattrs_of(source).items():
-        try:
+    _set_xattrs(target, xattrs_of(source))
+
+
+def _set_xattrs(target: int, wanted: dict[str, bytes]) -> None:
+    try:
+        for name, value in wanted.items():
             os.setxattr(target, name, value)
-        except OSError as error:
-            # ext4 answers ENOSPC for an xattr above a block, although the disk is not full.
-            if error.errno in (errno.ENOSPC, errno.ERANGE):
-                raise OSError(
-                    errno.E2BIG, "its xattrs are larger than the store's file system takes"
-                ) from error
-            raise
+    except OSError as error:
+        # ext4 answers ENOSPC for an xattr above a block, although the disk is not full.
+        if error.errno in (errno.ENOSPC, errno.ERANGE, errno.E2BIG):
+            why = "its xattrs are larger than the store's file system takes"
+            raise OSError(errno.E2BIG, why) from error
+        raise
 
 
 def make_directory(parent: int, item: Entry, source: int | None) -> bool:
-    """Make ``item`` in a directory of the store; whether it is new.
+    """Make ``item`` in a directory of the store; whether it is new. OSError, and then a new one is
+    not left: jobs would find it with another owner and mode than the source's. E2BIG as above.
 
     ``source``: the parent in the source, from which xattrs are read.
     """
@@ -348,10 +353,14 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
             new = False
     with kit.files.closing(os.open(item.name, _DIRECTORY, dir_fd=parent)) as descriptor:
         origin = None
-        if source is not None and item.xattrs:
-            origin = asked(os.open, item.name, _DIRECTORY, dir_fd=source)
         try:
+            if source is not None and item.xattrs:
+                origin = asked(os.open, item.name, _DIRECTORY, dir_fd=source)
             set_attributes(descriptor, item, origin)
+        except OSError:
+            if new:
+                os.rmdir(item.name, dir_fd=parent)
+            raise
         finally:
             if origin is not None:
                 os.close(origin)
@@ -366,8 +375,10 @@ def set_attributes(directory: int, item: Entry, source: int | None) -> None:
     wanted = xattrs_of(source) if source is not None else {}
     for name in xattrs_of(directory).keys() - wanted.keys():
         os.removexattr(directory, name)
-    for name, value in wanted.items():
-        os.setxattr(directory, name, value)
+    # And room for the store's own mark, without which nothing above it would be complete.
+    _set_xattrs(directory, wanted | ({_SPARE: b"y"} if wanted else {}))
+    if wanted:
+        os.removexattr(directory, _SPARE)
     os.fchmod(directory, stat.S_IMODE(item.mode))
     os.utime(directory, ns=(item.mtime_ns, item.mtime_ns))
 

@@ -42,6 +42,7 @@ class StoreWatch:
         self.health = DiskHealth(since=time.monotonic())
         self.disk = disk  # of the settings
         self.seen = probe.Seen()  # the last look that found nothing wrong
+        self.missing = False  # as in Sign, at the last look
         self.late = 0  # looks that a busy disk answered after the patience for a dead one
         self._store, self._state_dir = store, str(state_dir)
         self._device = 0
@@ -87,7 +88,7 @@ class StoreWatch:
         if counted and not seen.fault:
             return Sign(f"its file system has counted {counted} new errors")
         self.seen = seen if not seen.fault else self.seen
-        return Sign(seen.fault, seen.gone)
+        return Sign(seen.fault, seen.gone, missing=seen.missing)
 
     async def _patiently(self, wanted: probe.Look) -> probe.Seen:
         """TimeoutError of a disk that does nothing any more, or takes far too long."""
@@ -116,6 +117,7 @@ class StoreWatch:
 
     def take(self, sign: Sign) -> None:
         before, self.health = self.health, health.after(self.health, sign, time.monotonic())
+        self.missing = sign.missing
         if self.health.suspect and not before.suspect:
             self._soundness.count_trouble(self.health.why)
         if self.health.state is not before.state:
@@ -131,7 +133,8 @@ class StoreWatch:
             return None
         return kit.errors.HostError(
             f"cache.store {self._store}", f"{self.health.why} ({self.health.state})",
-            "see the kernel log and smartctl, mount or replace the SSD",
+            "a new one is made there" if self.missing
+            else "see the kernel log and smartctl, mount or replace the SSD",
         )  # fmt: skip
 
 

@@ -233,15 +233,15 @@ def _is_overlay(mount: mountinfo.Mount) -> bool:
     return mount.fstype == "overlay" and mount.source == "nodeagent"
 
 
-def allow(view: str, owner: int, group: int, mode: str | None, source: str) -> None:
-    """Set who may enter the view's parent. HostError, OSError. The umask of the agent has no say.
+def allow(view: str, owner: int, group: int, mode: str | None, source: str) -> str:
+    """Set who may enter the view's parent; for which directory above ``source`` only the owner may,
+    or ''. HostError, OSError. The umask of the agent has no say.
 
     ``mode`` None: all users, unless one of the directories above ``source`` keeps them out: the
     view must not show what its place has hidden. ``source`` is '' where those cannot be seen.
     """
-    bits = int(mode, 8) if mode is not None else 0o755
-    if mode is None and source and not _all_may_pass(source):
-        bits = 0o700
+    shut = _shut_above(source) if mode is None and source else ""
+    bits = int(mode or "755", 8) if not shut else 0o700
     with places.parent(view) as parent:
         status = os.fstat(parent)
         if (status.st_uid, status.st_gid) != (owner, group):
@@ -249,6 +249,7 @@ def allow(view: str, owner: int, group: int, mode: str | None, source: str) -> N
             os.fchown(parent, owner, group)
         if stat.S_IMODE(os.fstat(parent).st_mode) != bits:
             os.fchmod(parent, bits)
+    return shut
 
 
 def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str) -> bool:
@@ -265,10 +266,10 @@ def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str)
     return found == (owner, group, int(mode or "755", 8))
 
 
-def _all_may_pass(source: str) -> bool:
-    """Whether each directory above ``source`` lets all users pass. OSError."""
+def _shut_above(source: str) -> str:
+    """A directory above ``source`` that does not let all users pass; '' when all do. OSError."""
     above = Path(os.path.realpath(source)).parents
-    return all(each.stat().st_mode & stat.S_IXOTH for each in above)
+    return next((str(each) for each in above if not each.stat().st_mode & stat.S_IXOTH), "")
 
 
 def _all_pass_to(directory: int) -> bool:

@@ -28,6 +28,7 @@ from cache.dataset.figures import Eviction, Verification
 from cache.dataset.generation import Generation
 from cache.fill import protocol
 from cache.fill.protocol import Least
+from cache.sources import base
 from cache.space import at_work, budgets, limits, tasks
 from cache.store import subset
 from cache.views.view import Stage
@@ -154,7 +155,8 @@ class Jobs:
         try:
             async with dataset.lock:
                 if source and dataset.reached is None and not dataset.removed:
-                    await dataset.reach()
+                    with base.asked_once():
+                        await dataset.reach()
         except BaseException:
             if dataset.verification is queued:  # it has not begun meanwhile
                 dataset.verification = before
@@ -458,6 +460,10 @@ def _may_go_on(dataset: Dataset, target: Generation) -> bool:
 
 
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
-    if (state := dataset.generation.state) in ("complete", "partial"):
+    now = dataset.generation
+    asked = dataset.job is not None or now.wanted or dataset.settings.warm or now.paused
+    idle = what == "cancel" and not asked  # a pause is for what may be asked later
+    if now.state in ("complete", "partial") or (now.state == "new" and idle):
+        state = dataset.state() if now.state == "new" else now.state
         why = f"it is {state}, there is nothing to {what}"
         raise dataset.refused(why, f"see 'nodeagent dataset show {dataset.name}'")

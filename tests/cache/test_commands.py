@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cache import commands
 from nodeagent.commands import client
 from tests.nodeagent.test_main import run
 
@@ -94,6 +95,63 @@ def test_progress_without_terminal_is_plain_lines(
     assert all("\x1b" not in line for line in lines)
 
 
+def test_rescan_shows_its_own_progress(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = {
+        "generation": "b", "snapshot": "", "state": "filling", "why": "",
+        "files": {"total": 60, "done": 7}, "bytes": {"total": 4096, "done": 1024},
+    }  # fmt: skip
+    shown = dataset(
+        generation="a", snapshot=None, phase="filling", rate={"files": 3.0, "bytes": 2048}
+    )
+    fake.answers = {"rescan": shown}
+    fake.stream = [shown | {"update": update}, shown | {"update": None}]
+    assert run(monkeypatch, "dataset", "rescan", "a", "--wait") == 11  # it did not serve
+    told = capsys.readouterr().err
+    assert "update filling 7/60 files, 1.0 KiB/4.0 KiB, 3 files/s, 2.0 KiB/s" in told
+    assert "10/10" not in told.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("cold", "a is asked to fill; follow it with 'nodeagent dataset warm a --wait'"),
+        ("waiting", "a is waiting; follow it with 'nodeagent dataset warm a --wait'"),
+    ],
+)
+def test_warm_does_not_call_cold_what_was_asked_for(
+    state: str, said: str, monkeypatch: pytest.MonkeyPatch, fake: FakeAgent,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake.answers = {"warm": dataset(state=state)}
+    assert run(monkeypatch, "dataset", "warm", "a") == 0
+    assert capsys.readouterr().out.strip() == said
+
+
+VERIFIED = {"checked_files": 201, "bad": 1, "replaced": 1, "withdrawn": 0}
+
+
+@pytest.mark.parametrize(
+    ("verify", "said"),
+    [
+        (VERIFIED | {"state": "good"}, "good again: 201 files, 1 bad before, 1 replaced"),
+        (VERIFIED | {"state": "good", "bad": 0}, "good: 201 files, 0 bad"),
+        (VERIFIED | {"state": "bad", "bad": 2}, "bad: 201 files, 2 bad"),
+    ],
+)
+def test_verify_tells_what_was_bad_from_what_is(verify: dict[str, Any], said: str) -> None:
+    assert commands._verify_text(verify).startswith(said)
+
+
+def test_share_is_what_is_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.answers = {"a": dataset(state="partial", kept_share=0.142)}
+    assert run(monkeypatch, "dataset", "show", "a") == 0
+    assert "to keep    at most 14.2% of the files, always the same ones" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -134,6 +192,21 @@ def test_show_tells_files_without_room_from_those_that_were_evicted(
     fake.answers["a"] = dataset(state=state, files=files, bytes=data)
     assert run(monkeypatch, "dataset", "show", "a") == 0
     assert told in capsys.readouterr().out.splitlines()
+
+
+def test_failures_that_keep_an_update_from_serving_are_named(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "1 entry could not be copied: logs/f (it changed)"
+    update = {"generation": "frozen-b", "snapshot": "", "state": "partial", "why": why}
+    fake.answers = {
+        "a": dataset(update=update),
+        "failures": {"failures": [{"path": "logs/f", "reason": "it changed"}], "next": None},
+    }
+    assert run(monkeypatch, "dataset", "show", "a", "--failures") == 0
+    out = capsys.readouterr().out
+    assert f"update     to frozen-b: partial ({why})" in out
+    assert "failures   1, of the update to frozen-b\n  logs/f: it changed" in out
 
 
 def test_remote_error_is_one_line(

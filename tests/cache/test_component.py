@@ -11,7 +11,8 @@ import kit.child
 import kit.findings
 from cache import component
 from cache.settings import CacheSettings
-from cache.store import generations
+from cache.space import reserve
+from cache.store import disk, generations, health, probe, watch
 from cache.views import view
 from tests.testbed import waiting
 
@@ -58,6 +59,48 @@ def test_one_dataset_that_nothing_serves_is_told_and_leaves_the_agent_ready(
     health = cache.health()
     assert health.ready
     assert list(health.reasons) == ["a: not published (no monitor answers)"]
+
+
+@pytest.mark.parametrize("strange", [False, True])
+async def test_store_that_is_missing_is_made_anew_while_the_agent_runs(
+    strange: bool, root: Path, cache: component.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "check", lambda *_: None)
+    monkeypatch.setattr(generations, "_check_abilities", lambda _: None)
+    (root / generations.TRASH).rmdir()
+    if strange:
+        (root / "others").mkdir()
+    cache.watch = watch.StoreWatch(
+        str(root), cache._state_dir, None, cache._store_changed, cache.soundness, lambda: None
+    )
+    cache.watch.take(health.Sign("its disk fails (Input/output error)"))
+    await cache._look_at_store()
+    assert not disk.uuid_of(str(root)), "a store is made where one may come back"
+    cache.watch.take(health.Sign("no store is there", gone=True, missing=True))
+    await cache._look_at_store()
+    assert bool(disk.uuid_of(str(root))) is not strange
+    assert cache.health().alive is strange, "all begins anew with a new store, and only then"
+    if strange:
+        assert "not empty" in str(cache.no_store)
+    disk.unlock(str(root))
+
+
+async def test_what_lacks_room_is_filled_again_when_others_leave_some(
+    cache: component.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[Any] = []
+    monkeypatch.setattr(cache.jobs, "room_came", came.extend)
+    monkeypatch.setattr(reserve, "LASTS_SECONDS", 0.0)
+    cache.watch = watch.StoreWatch(
+        "/s", cache._state_dir, None, cache._store_changed, cache.soundness, lambda: None
+    )
+    cache.datasets["a"] = Broken()  # type: ignore[assignment]
+    monkeypatch.setattr(cache, "used", lambda: 2**30)
+    for free, deleting in ((1, 0), (1, 0), (50, 2**30), (50, 0), (50, 0)):
+        cache.trashed = deleting
+        cache.watch.seen = probe.Seen(size=100 * 2**30, free=free * 2**30)
+        component._disk_looked_at(cache)
+    assert [each.name for each in came] == ["a"]
 
 
 async def test_trash_counts_until_deleted_and_is_retried(

@@ -41,3 +41,17 @@ def test_sources_that_overlap_are_told(folders: dict[str, str], told: str) -> No
     with pytest.raises(kit.errors.HostError) as raised:
         doctor.apart(folders)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [("touch", "it is not a directory"), ("", "the directory does not exist")],
+)
+def test_a_source_that_is_no_directory_is_told(make: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    if make:
+        path.touch()
+    with pytest.raises(kit.errors.SourceError) as raised:
+        doctor.directory(str(path), str(tmp_path), by_object=False)
+    assert raised.value.cause == told
+    assert "tried again" not in raised.value.remedy, "a doctor looks once"

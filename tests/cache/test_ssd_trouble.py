@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -156,6 +157,22 @@ def test_disk_that_becomes_read_only_is_left(area: Path, stored: Agent) -> None:
         ["mount", "-o", "remount,rw", str(area / "ssd")], check=True, timeout=waiting.limit(30)
     )
     node.wait_state("a", "complete", seconds=90)
+
+
+def test_new_disk_at_the_same_place_is_used_at_once(area: Path, stored: Agent) -> None:
+    node = stored
+    new = blockdev.blank(area / "new", 200 * blockdev.MiB)
+    blockdev.run("mkfs.ext4", "-q", "-F", str(new))
+    blockdev.run("umount", "-l", str(area / "ssd"))
+    node.wait_served("a", "source")
+    assert "no disk is mounted" in node.dataset("a")["why"]
+    blockdev.mount_image(new, area / "ssd")  # the fixture unmounts it
+    node.wait_state("a", "complete", seconds=90)
+    trees.assert_equal(area / "source", node.view("a"))
+    shutil.rmtree(area / "ssd" / "store")
+    node.wait_for(lambda: store_state(node) != "normal", 30, "the loss to be seen")
+    node.wait_state("a", "complete", seconds=90)
+    trees.assert_equal(area / "source", node.view("a"))
 
 
 def test_store_stays_when_its_source_is_away_too(

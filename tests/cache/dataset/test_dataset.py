@@ -191,6 +191,24 @@ def test_actions_converge_on_the_best_view() -> None:
             assert now.stage is (Stage.OVERLAY if overlay else Stage.SOURCE)
 
 
+async def test_a_view_that_only_root_enters_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source())
+    shown.notes = ["of the kernel"]
+    for shut in ("/root", "/home/a", ""):
+
+        async def call(*_: Any, deadline: float, shut: str = shut) -> str:
+            return shut
+
+        monkeypatch.setattr(kit.child, "call", call)
+        monkeypatch.setattr(view, "is_allowed", lambda *_: False)
+        shown._allowed = None
+        await shown._set_access()
+        why = f"only root may enter the view, as {shut} keeps users out: set access.mode"
+        assert shown.notes == ["of the kernel", *([why] if shut else [])]
+
+
 async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +229,32 @@ async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(
     await shown.publish(Stage.SOURCE)
     assert did == [("publish", Stage.NONE), ("allow", Stage.NONE)]
     assert shown.stage is Stage.SOURCE
+
+
+@pytest.mark.parametrize(
+    ("state", "failed", "was_away", "again"),
+    [
+        ("partial", 3, True, True),
+        ("partial", 0, True, False),  # what has no room has none now
+        ("partial", 3, False, False),  # it answered all the time: what fails, fails
+        ("complete", 0, True, False),
+    ],
+)
+async def test_what_failed_is_tried_again_when_the_source_answers_again(
+    state: str, failed: int, was_away: bool, again: bool, tmp_path: Path
+) -> None:
+    source = test_jobs.Source(answers=not was_away)
+    source.go.set()
+    shown = test_jobs.dataset(tmp_path, source, state)
+    shown.generation = replace(shown.generation, failed=failed)
+    shown.due.fill_later(900.0)
+    if was_away:
+        with pytest.raises(kit.errors.SourceError) as error:
+            await shown.reach()
+        shown._note_trouble(error.value)
+        source.answers = True
+    await shown.reach()
+    assert shown.due.fill() is again
 
 
 @pytest.mark.parametrize(("state", "lines"), [("filling", ["two"]), ("complete", ["one", "two"])])

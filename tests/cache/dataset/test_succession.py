@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import random
 import types
 from pathlib import Path
@@ -18,7 +19,7 @@ from cache.dataset.generation import Generation
 from cache.dataset.succession import Succession
 from cache.dataset.update_step import Step, next_step
 from cache.settings import CacheSettings, DatasetSettings, DirSource, FillSettings, at_snapshot
-from cache.sources import base
+from cache.sources import base, kinds
 from cache.store import generations
 from cache.views.view import Stage
 from cache.work.jobs import Jobs
@@ -271,7 +272,8 @@ def frozen(folder: Path, left: dict[str, dict[str, Any]], chosen: str | None = N
         made = dataset.generation_of(settings.source, scan)
         found[made.folder] = dataclasses.asdict(dataclasses.replace(made.record, **fields))
     succession = Succession(dataset, lambda: None)
-    dataset.current.adopt(succession.adopt(found) or {})
+    fields_now = succession.adopt(found) or {}
+    dataset.current.adopt(fields_now)  # another one since
     dataset.chosen = {} if chosen is None else {"scan": chosen}
     return succession
 
@@ -333,6 +335,57 @@ def test_rescan_by_annotation_is_done_when_its_listing_serves(tmp_path: Path) ->
     assert back.dataset.next is not None
     back.dataset.succeed(back.dataset.next)
     assert requests.rescanned(cache, "a") == End(True, "")
+
+
+@pytest.mark.parametrize("ask", ["rescan", "update", "verify"])
+async def test_what_an_operator_asks_of_a_source_that_is_away_is_not_tried_again(
+    ask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any, **__: Any) -> None:
+        raise base.explain("directory /s", FileNotFoundError(errno.ENOENT, "no such"))
+
+    monkeypatch.setattr(Dataset, "reach", away)
+    monkeypatch.setattr(kinds.Directory, "reach", away)
+    done: dict[str, dict[str, Any]] = {"": COMPLETE | {"served": 5.0}}
+    back = started(tmp_path, {"v1": done[""]}) if ask == "update" else frozen(tmp_path, done)
+    if ask == "rescan":
+        call = choices.rescan(back)
+    elif ask == "update":
+        call = choices.update(back, "v2")
+    else:
+        call = Jobs({"a": back.dataset}, lambda: 0).verify(back.dataset, source=True)
+    with pytest.raises(kit.errors.SourceError) as error:
+        await call
+    assert error.value.remedy == "create or mount it; ask again once it answers"
+
+
+@pytest.mark.parametrize("ask", ["rescan", "update"])
+async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
+    ask: str, tmp_path: Path, discarded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Dataset) -> None:
+        pass
+
+    monkeypatch.setattr(Dataset, "reach", answers)
+    left = {
+        "": COMPLETE | {"served": 5.0},
+        "b": {"state": "partial", "why": "1 entry", "failed": 1},
+    }
+    if ask == "rescan":
+        back = frozen(tmp_path, left, chosen="b")
+        call = choices.rescan(back)
+    else:
+        left = {"v1": left[""], "v2": left["b"]}
+        back = started(tmp_path, left, chosen="v2")
+        call = choices.update(back, "v2")
+    dataset, next_one = back.dataset, back.dataset.next
+    assert next_one is not None
+    next_one.due.fill_later(900.0)
+    chosen = dict(dataset.chosen)
+    await call
+    assert (next_one.record.state, next_one.record.why) == ("filling", "")
+    assert next_one.due.fill()
+    assert (dataset.next, dataset.chosen) == (next_one, chosen), "it is the same one"
 
 
 @pytest.mark.parametrize("snapshot", ["a b", "a\n", "ns pool image -", "a/b", "a,b"])

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,6 +60,31 @@ def test_room_has_enough_inodes_where_they_are_not_counted() -> None:
     left = room(disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=Amount(0, 0))
     assert left.inodes > 2**60
     assert left.bytes == 5000 * 4096 - space.HEADROOM_BYTES
+
+
+SMALL = disk(10_000, 5_000, 1_000, 500)  # 39.1 MiB, half of it free
+FREE = "stay free (cache.reserve)"
+OWN = {"own": True, "own_inodes": True}
+
+
+@pytest.mark.parametrize(
+    ("limits", "used", "lacks", "why"),
+    [
+        ({"budget": 2**20}, 2**20, (2**20, 9), "cache.budget is too small"),
+        ({"budget": 2**20} | OWN, 2**20, (2**20, 9), "its own budget is too small"),
+        ({"inodes": 100}, 0, (4096, 200), "cache.budget_inodes is too small"),
+        ({"inodes": 100} | OWN, 0, (4096, 200), "its own budget_inodes is too small"),
+        ({"reserve": 0.4, "others": 2**20}, 2**21, (2**23, 9),
+         f"of the disk's 39.1 MiB other files take 16.5 MiB, and 15.6 MiB {FREE}"),
+        ({"reserve": 0.05}, 0, (0, 600), f"of the disk's 1000 inodes 500 are free, and 50 {FREE}"),
+    ],
+)  # fmt: skip
+def test_what_there_is_no_room_in_is_named(
+    limits: dict[str, Any], used: int, lacks: tuple[int, int], why: str
+) -> None:
+    allowed = dataclasses.replace(passes.LIMITS, **{"budget": 2**40, "reserve": 0.0, **limits})
+    found = space.tightest(SMALL, allowed, used=used, inodes=20, lacks=Amount(*lacks))
+    assert found == why
 
 
 def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyPatch) -> None:

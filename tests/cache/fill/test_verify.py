@@ -1,5 +1,6 @@
 """Verify over a damaged store: it names what is bad, goes on, and never says good of a loss."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -8,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from cache.fill import control, protocol, worker
-from cache.store import generations, index
+from cache.store import generations, index, sample
 from linux import loop, mountinfo
 from tests.cache import passes
 from tests.cache.test_space import disk
@@ -58,6 +60,21 @@ def test_lost_name_is_bad_while_the_source_is_away(complete: passes.Generation) 
 def test_name_that_nobody_stored_is_bad(complete: passes.Generation) -> None:
     (complete.tree / "d3" / "stray").write_text("x")
     assert counted(run(complete, reachable=False)) == ("bad", 2, 0, 2)
+
+
+def test_manifest_has_the_version_that_replaced_another(
+    area: Path, complete: passes.Generation
+) -> None:
+    origin = area / "source" / "d3" / "f00003"
+    origin.write_bytes(b"longer than it was" * 1000)
+    task = protocol.VerifyTask(**complete.common, against_source=True, reachable=True)
+    assert counted(passes.run("verify", task)) == ("good", 1, 1, 0)
+    assert (complete.tree / "d3" / "f00003").read_bytes() == origin.read_bytes()
+    with contextlib.closing(index.Index.read_only(complete.folder / index.NAME)) as opened:
+        kept = {item.entry.name: item for item in opened.kept(opened.find(["d3"]) or 0)}
+    assert len(kept) == FILES / 8
+    assert sample.difference(kept["f00003"].entry, origin.stat()) == ""
+    assert kept["f00003"].checksum == xxhash.xxh3_128_hexdigest(origin.read_bytes())
 
 
 @pytest.mark.parametrize("reachable", [True, False])

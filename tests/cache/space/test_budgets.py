@@ -94,6 +94,49 @@ async def test_kept_dataset_gives_only_what_is_beyond_its_own_budget(node: Node)
     assert asked["b"].wanted == 64 * MIB
 
 
+@pytest.mark.parametrize(
+    ("own", "node_inodes", "why"),
+    [
+        ({"budget": 100 * MIB}, 0, "its own budget was exceeded"),
+        ({"budget_inodes": 100}, 0, "its own budget_inodes was exceeded"),
+        ({}, 100, "cache.budget_inodes was exceeded"),
+        ({}, 0, "cache.budget was exceeded"),
+    ],
+)
+async def test_eviction_says_which_budget_was_exceeded(
+    own: dict[str, int], node_inodes: int, why: str, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    async def settle(_: object, __: Dataset, **given: Any) -> bool:
+        said.append(given["why"])
+        return True
+
+    monkeypatch.setattr(evictions.Evictions, "settle", settle)
+    dataset = node.add("a", (200 if own or node_inodes else 2000) * MIB, **own)
+    dataset.cache = dataset.cache.model_copy(update={"budget_inodes": node_inodes})
+    await node.budgets.keep()
+    assert said == [why]
+
+
+@pytest.mark.parametrize(
+    ("own", "rest", "found"),
+    [
+        ({}, 0, (False, False)),
+        ({"budget": MIB, "budget_inodes": 5}, 0, (True, True)),
+        ({"budget": 2000 * MIB}, 0, (False, False)),
+        ({"budget": 500 * MIB}, 600 * MIB, (False, False)),  # the node's ends sooner
+    ],
+)
+def test_limits_say_whose_budget_ends_first(
+    own: dict[str, int], rest: int, found: tuple[bool, bool], node: Node
+) -> None:
+    dataset = node.add("a", 0, **own)
+    node.add("b", rest)
+    allowed = node._limits(dataset, "fill")
+    assert (allowed.own, allowed.own_inodes) == found
+
+
 async def test_nobody_else_is_asked_after_the_end(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

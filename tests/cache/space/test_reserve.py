@@ -191,3 +191,26 @@ def test_fill_stops_at_the_kubelets_threshold_and_follows_it(area: Path, node: A
         assert node.dataset("a")["files"]["done"] > 0
         assert os.path.ismount(node.view("a"))
         node.end()
+
+
+GIB = 2**30
+LASTED = reserve.LASTS_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("takes", "told"),
+    [
+        ([(0, 90), (1, 90), (LASTED * 2, 90)], []),
+        ([(0, 90), (1, 50), (2, 50), (1 + LASTED, 50), (2 + LASTED, 50)], [1 + LASTED]),
+        ([(0, 90), (1, 50), (LASTED, 90), (1 + LASTED, 90), (2 * LASTED, 90)], []),  # for a moment
+        ([(0, 90), (1, 89.9), (2 * LASTED, 89.9)], []),  # next to nothing
+        ([(0, 90), (1, 50), (1 + LASTED, 50), (2 + LASTED, 20), (3 + 2 * LASTED, 20)],
+         [1 + LASTED, 3 + 2 * LASTED]),
+    ],
+)  # fmt: skip
+def test_room_that_others_leave_is_told_once_it_lasts(
+    takes: list[tuple[float, float]], told: list[float]
+) -> None:
+    others = reserve.Others()
+    found = [at for at, each in takes if others.left_room(at, int(each * GIB), 100 * GIB)]
+    assert found == told

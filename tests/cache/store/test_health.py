@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit.errors
-from cache.store import disk, health, probe
+from cache.store import disk, generations, health, probe
 from cache.store.health import DiskHealth, Sign, State, after
 from tests.testbed import waiting
 
@@ -86,6 +86,32 @@ def test_names_of_a_device_include_what_it_lies_on(tmp_path: Path) -> None:
     (tmp_path / "dev" / "block" / "253:0").symlink_to(devices / "dm-0")
     assert probe.names_of(os.makedev(253, 0), tmp_path) == {"dm-0", "sda1", "sda"}
     assert probe.names_of(os.makedev(0, 40), tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("taken", "mounted", "fault", "missing"),
+    [
+        ("", True, "", False),
+        ("store", True, "no store is there", True),  # rm -rf, or a new SSD
+        (f"store/{disk.MARKER}", True, "no store is there", True),  # a new SSD mounted there itself
+        ("store", False, "no disk is mounted at /mnt/ssd", False),
+    ],
+)
+def test_missing_store_is_told_from_a_disk_that_fails(
+    taken: str, mounted: bool, fault: str, missing: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(disk, "place", lambda _: "/mnt/ssd" if mounted else "/")
+    monkeypatch.setattr(disk, "fleeting", lambda *_: "")
+    store = tmp_path / "store"
+    generations.prepare(str(store))
+    disk.remember(str(store), tmp_path)
+    if taken:
+        (tmp_path / taken).rename(tmp_path / "taken")
+    look = probe.Look(str(store), str(tmp_path), "/mnt/ssd", os.stat(tmp_path).st_dev, False)
+    seen = probe.Probe().look(look)
+    assert seen.fault.startswith(fault) and bool(seen.fault) is bool(fault)
+    assert (seen.gone, seen.missing) == (bool(fault), missing)
 
 
 def test_second_agent_is_refused_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

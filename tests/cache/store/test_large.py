@@ -211,10 +211,9 @@ def test_one_that_does_not_fit_keeps_nobody_out(area: Path, begin: Callable[...,
     trees.plain(area / "source", 30, directories=2)
     fill = begin(budget=40 * 2**20)
     ended = fill.end()
-    assert (ended.result, ended.why) == (
-        "partial",
-        f"no room for 1 files, {kit.units.format_size(SIZE)}",
-    )
+    size = kit.units.format_size(SIZE)
+    why = f"no room for 1 files, {size}: cache.budget is too small"
+    assert (ended.result, ended.why) == ("partial", why)
     assert fill.run.totals.done_files == 30
     assert parts(area / "generation") == []
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kit.child
 import kit.errors
 import kit.line_worker
 from cache.dataset import kept
@@ -79,6 +80,50 @@ def dataset(
 
 
 # --- requests
+
+
+@pytest.mark.parametrize(
+    ("state", "warm", "wanted", "why"),
+    [
+        ("new", False, False, "it is waiting, there is nothing to cancel"),
+        ("new", True, False, ""),  # it would fill by itself
+        ("new", False, True, ""),
+        ("filling", False, False, ""),
+        ("complete", True, False, "it is complete, there is nothing to cancel"),
+    ],
+)
+async def test_what_does_nothing_is_not_cancelled(
+    state: str, warm: bool, wanted: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unsaved(*_: Any, deadline: float) -> None:
+        """Nothing is kept."""
+
+    monkeypatch.setattr(kit.child, "call", unsaved)
+    shown = dataset(tmp_path, Source(), state)
+    shown.settings = shown.settings.model_copy(update={"warm": warm})
+    shown.generation = dataclasses.replace(shown.generation, wanted=wanted)
+    jobs = Jobs({"a": shown}, lambda: 0)
+    if why:
+        with pytest.raises(kit.errors.RefusedError, match=why):
+            await jobs.cancel(shown)
+    else:
+        await jobs.cancel(shown)
+    assert shown.generation.paused == ("" if why else "cancelled")
+
+
+async def test_what_nobody_asked_for_can_be_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 'warm' of the settings that comes later waits then."""
+
+    async def unsaved(*_: Any, deadline: float) -> None:
+        """Nothing is kept."""
+
+    monkeypatch.setattr(kit.child, "call", unsaved)
+    shown = dataset(tmp_path, Source(), "new")
+    shown.settings = shown.settings.model_copy(update={"warm": False})
+    await Jobs({"a": shown}, lambda: 0).pause(shown)
+    assert shown.generation.paused == "paused"
 
 
 async def test_verify_reaches_the_source_once_and_keeps_it(tmp_path: Path) -> None:
