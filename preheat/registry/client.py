@@ -9,11 +9,13 @@ limit and is checked against its digest.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 import re
 import ssl
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,9 @@ from preheat.runtimes import base
 CONNECT_SECONDS = 10.0
 DOCUMENT_SECONDS = 30.0
 BLOB_SILENCE_SECONDS = 60.0
+# Those of documents are theirs alone: layers hold their own for hours, two of each pull.
 MOST_CONNECTIONS = 16
+MOST_STREAMS = 32
 MOST_TOKENS = 256
 MOST_CONTEXTS = 64
 CHUNK = 256 * 1024
@@ -41,11 +45,13 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True)
 class _Server:
-    """A host and what TLS with it takes; ``trouble``: why that cannot be had."""
+    """A host and what TLS with it takes; ``trouble``: why that cannot be had. ``connections``: at
+    most, of all servers together."""
 
     host: hosts.Host
     tls: ssl.SSLContext | None
     trouble: str = ""
+    connections: int = MOST_CONNECTIONS
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +59,7 @@ class _TokenQuestion:
     """A request to a token service: a POST with ``form``, else a GET with ``query``."""
 
     url: str
-    query: dict[str, str]
+    query: dict[str, str | list[str]]
     headers: dict[str, str]
     form: dict[str, str] | None = None
 
@@ -64,29 +70,29 @@ class Registry:
     def __init__(self, directories: Sequence[Path], known: documents.Documents) -> None:
         self._directories = tuple(directories)
         self.documents = known
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[int, aiohttp.ClientSession] = {}  # by how many connections it has
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
         self._contexts: LRUCache[tuple[hosts.Host, hosts.Seen], _Server] = LRUCache(MOST_CONTEXTS)
         self.requests = 0
 
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS),
+    def _connected(self, most: int) -> aiohttp.ClientSession:
+        if most not in self._sessions:
+            self._sessions[most] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=most),
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=CONNECT_SECONDS, sock_read=BLOB_SILENCE_SECONDS
                 ),
                 auto_decompress=False,
-                trust_env=True,
-                headers={"User-Agent": "nodeagent"},
+                middlewares=(_by_proxy,),
+                # Digests are of the bytes as they are.
+                headers={"User-Agent": "nodeagent", "Accept-Encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        return self._session
+        return self._sessions[most]
 
     async def close(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
         await self.documents.close()
 
     # --- images -----------------------------------------------------------------------------------
@@ -184,10 +190,9 @@ class Registry:
         """
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         path = f"blobs/{digest}"
-        response = await _first(
-            await self._servers(ref, {"pull"}),
-            lambda each: self._open(each, ref, path, login, headers),
-        )
+        servers = await self._servers(ref, {"pull"})
+        servers = [dataclasses.replace(each, connections=MOST_STREAMS) for each in servers]
+        response = await _first(servers, lambda each: self._open(each, ref, path, login, headers))
         try:
             before = _skipped(ref, response, offset)
             with _reaching(ref):
@@ -307,7 +312,7 @@ class Registry:
         # A mirror of several registries cannot tell without it which one is meant.
         query = {"ns": server.host.namespace} if server.host.namespace else {}
         with _reaching(ref):
-            return await self._connected().request(
+            return await self._connected(server.connections).request(
                 method, url, params=query, headers=headers, ssl=_tls(server), allow_redirects=True
             )
 
@@ -344,7 +349,7 @@ class Registry:
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 self.requests += 1
                 # With the registry's trust settings: its CA is also that of its token service.
-                request = self._connected().request(
+                request = self._connected(MOST_CONNECTIONS).request(
                     *(method, question.url), params=question.query, data=question.form,
                     headers=headers, ssl=_tls(server),
                 )  # fmt: skip
@@ -354,6 +359,17 @@ class Registry:
                         retry_after = response.headers.get("Retry-After", "")
                         raise _refused(ref, response.status, retry_after, "its token service")
         return body
+
+
+async def _by_proxy(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """By the environment's proxy, for each redirect anew. aiohttp's own ``trust_env`` would also
+    send logins of ~/.netrc, and with them a private image looks public."""
+    proxy = urllib.request.getproxies().get(request.url.scheme)
+    if proxy and not urllib.request.proxy_bypass(request.url.host or ""):
+        request.update_proxy(type(request.url)(proxy), None, None)
+    return await handler(request)
 
 
 async def _first(
@@ -470,14 +486,15 @@ def _question(
         raise ValueError(f"unusable token service {realm[:80]!r}")
     if login is not None and parts.scheme == "http" and encrypted:
         raise ValueError("its token service uses plain http: no credentials sent")
-    query = {"service": asked.get("service", ""), "scope": f"repository:{path}:pull"}
+    service = asked.get("service", "")
+    # A proxy project (override_path) has its repositories under names that only it knows.
+    scopes = list(dict.fromkeys([f"repository:{path}:pull", *asked.get("scope", "").split()]))
     if login is not None and login.identity_token:
-        form = {"grant_type": "refresh_token", "client_id": "nodeagent"}
-        return _TokenQuestion(
-            realm, {}, {}, {**query, **form, "refresh_token": login.identity_token}
-        )
-    named = login is not None and bool(login.username)
-    return _TokenQuestion(realm, query, {"Authorization": _basic(login)} if named and login else {})
+        form = {"grant_type": "refresh_token", "client_id": "nodeagent", "service": service}
+        form |= {"scope": " ".join(scopes), "refresh_token": login.identity_token}
+        return _TokenQuestion(realm, {}, {}, form)
+    headers = {"Authorization": _basic(login)} if login is not None and login.username else {}
+    return _TokenQuestion(realm, {"service": service, "scope": scopes}, headers)
 
 
 def _token(body: bytes) -> str:
