@@ -173,6 +173,10 @@ def _state(
         return "paused", "paused by an operator"
     if request.present:
         text = _joined(request.dropped_text or (skip.text if skip else ""), untold)
+        if lookup is not None and lookup.failed is not None and not request.measured:
+            why = "" if untold else f" ({lookup.failed.message})"
+            unread = f"not pinned: the agent does not know what it consists of{why}"
+            text = _joined("" if request.keep == "never" else unread, text)
         if not request.remote:
             return "ready", text
         size = kit.units.format_size(request.remote)

@@ -148,8 +148,8 @@ def push_index(rig: Rig, name: str, platforms: list[str]) -> tuple[str, list[reg
         size = one.documents - _config_size(rig, one)
         made.append(one)
         kind = registry.MANIFEST
-        entry = {"mediaType": kind, "digest": one.top, "size": size, "platform": platform}
-        entries.append(entry)
+        entry = {"mediaType": kind, "digest": one.top, "size": size}
+        entries.append(entry | ({"platform": platform} if platform else {}))
     body = {"schemaVersion": 2, "mediaType": registry.INDEX, "manifests": entries}
     rig.images.put_manifest("fw/choice", name, body)
     return f"{rig.gate.host}/fw/choice:{name}", made
@@ -191,6 +191,29 @@ async def test_index_with_variants_is_pulled_once(rig: Rig) -> None:
 
     assert (row.state, row.image_id) == ("ready", made[1].config)
     assert pulls == 1
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_index_below_an_index_is_pulled_pinned_and_counted(rig: Rig) -> None:
+    """Pulled by the agent, and found on the node."""
+    _, (one,) = push_index(rig, "below", ["-"])
+    entries = []
+    for tag in ("below", "below-0"):
+        _, headers, data = rig.images._request("GET", f"/v2/fw/choice/manifests/{tag}")
+        entries.append({"mediaType": headers["Content-Type"], "size": len(data)})
+        entries[-1]["digest"] = manifest.digest_of(data)
+    body: dict[str, Any] = {"schemaVersion": 2, "mediaType": registry.INDEX}
+    rig.images.put_manifest("fw/choice", "nested", body | {"manifests": entries[:1]})
+    ref = f"{rig.gate.host}/fw/choice:nested"
+    async with rig.running(images=[{"ref": ref}]) as room:
+        first = await pinned(room, ref)
+        await until(lambda: not room.reconciler.pulls.running)
+        await room.reconciler.cycle()
+        kept = estimate.union(pin.parts for pin in room.reconciler.snapshot.pinned)
+
+    assert (first.state, first.image_id) == ("ready", one.config)
+    assert kept > 2000
 
 
 @pytest.mark.real
