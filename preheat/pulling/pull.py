@@ -5,13 +5,14 @@ them into the runtime's store first; so it does with those that it had begun.
 
 What a pull leaves: when done, a pin or nothing; when cancelled or failed, its hold with every byte
 so far, from which the next attempt continues; when out of space, nothing (the hold is ended at
-once); when corrupt, the hold without the half-fetched layers.
+once); when corrupt, the hold without the half-fetched layer that is.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import (
@@ -48,6 +49,7 @@ INGESTS_AT_ONCE = 2
 PROBED_AFTER = 3
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25
+_NAMED = re.compile(r"(layer-)?(sha256:[0-9a-f]{64})")
 
 
 class PullProgress:
@@ -152,6 +154,17 @@ class Writers:
         return sorted(layers, key=lambda layer: -self._demand[layer.digest])
 
 
+def spoilt(text: str, layers: Collection[str]) -> set[str]:
+    """The writes that the text of an error says are corrupt, among those of ``layers``. Others are
+    right, and may be somebody else's who waits for them; so may one of the runtime's (``layer-``)
+    when our own write of that layer failed."""
+    found = set()
+    for kind, digest in _NAMED.findall(text):
+        if digest in layers:
+            found |= {f"{kind}{digest}" if kind else "", f"{base.OWN_PREFIX}{digest}"}
+    return found - {""}
+
+
 class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
 
@@ -238,8 +251,9 @@ class Puller:
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
-                digests = frozenset(self.progress.layers) | self.progress.seen.keys()
-                await self._runtime.content.drop_partials(digests)
+                layers = self.progress.layers.keys() | self.progress.seen.keys()
+                for write in spoilt(error.cause, layers):
+                    await self._runtime.content.abort(write)
         return error
 
     # --- fetching ---------------------------------------------------------------------------------
@@ -281,7 +295,7 @@ class Puller:
                     self._ref,
                 )
             except _Foreign:
-                await self._runtime.content.drop_partials(frozenset({layer.digest}), ours_only=True)
+                await self._runtime.content.abort(f"{base.OWN_PREFIX}{layer.digest}")
 
     async def _find(self, fresh: bool) -> credentials.Found:
         """The logins of this moment: a pull takes hours, and logins expire."""

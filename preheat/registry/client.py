@@ -288,7 +288,7 @@ class Registry:
                 # Anonymous clients are over their limit, or not let in: a login may be.
                 status, asked = await self._challenge(server, ref)
             if status != 401 or attempt == 2:
-                raise _refused(ref, response.status, retry_after)
+                raise _refused(ref, response.status, retry_after, what=path)
             token = await self._authorize(server, ref, asked, login)
         raise AssertionError("unreachable")
 
@@ -423,14 +423,16 @@ def _manifests_in(body: bytes) -> set[str]:
         return set()
 
 
-def _refused(ref: manifest.Reference, status: int, retry_after: str, who: str = "it") -> PullError:
+def _refused(
+    ref: manifest.Reference, status: int, retry_after: str, who: str = "it", what: str = ""
+) -> PullError:
     wait = failure.asked_wait(retry_after, time.time())
     if status in (401, 403):
         return PullError(ref.text, Kind.AUTH, f"{who} answered {status}")
     if status in (404, 410):
         return PullError(ref.text, Kind.NOT_FOUND, f"the registry answered {status}")
     if status == 416:
-        return PullError(ref.text, Kind.CORRUPT, "a blob is shorter than the manifest says")
+        return PullError(ref.text, Kind.CORRUPT, f"{what} is shorter than the manifest says")
     if status == 429:
         return PullError(ref.text, Kind.BUSY, f"{who} answered {status}", wait)
     if status in (408, 425) or status >= 500:

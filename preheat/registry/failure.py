@@ -48,7 +48,7 @@ _REMEDIES = {
     Kind.NETWORK: "the agent tries again and continues where the pull stopped",
     Kind.BUSY: "the agent waits and continues; spread the fleet wider (preheat.spread, "
     "preheat.fleet), log in, or use a mirror",
-    Kind.CORRUPT: "the agent dropped the half-fetched layers and fetches them again; check the "
+    Kind.CORRUPT: "the agent dropped the half-fetched layer and fetches it again; check the "
     "registry and any proxy in between",
     Kind.DISK: "the agent deleted what it had fetched; make room or lower pin_budget",
     Kind.BAD_IMAGE: "correct the image, the reference or preheat.platform, or whatever answers in "

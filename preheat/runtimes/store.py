@@ -100,15 +100,10 @@ class Content:
         # The store may have had the blob before, with no lease of ours on it.
         await self._leases.add(hold.id, holds.content(digest))
 
-    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Delete half-fetched blobs."""
-        kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self._connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, _, digest = each.ref.partition("-")
-            if digest in digests and kind in kinds:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self._connection.change(api.ABORT, pb.AbortRequest(ref=each.ref))
+    async def abort(self, write: str) -> None:
+        """Delete a half-fetched blob, if it is there."""
+        with contextlib.suppress(base.RuntimeCallError):
+            await self._connection.change(api.ABORT, pb.AbortRequest(ref=write))
 
     async def note_use(self, digest: str, when: float | None) -> None:
         """Store when the image was last used (Unix time)."""

@@ -43,6 +43,28 @@ def test_layers_that_more_pulls_wait_for_come_first() -> None:
     assert both == [shared, own]
 
 
+ONE, OTHER = ("sha256:" + letter * 64 for letter in "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "spoilt"),
+    [
+        (
+            f'failed commit on ref "layer-{ONE}": unexpected commit digest {OTHER}, expected {ONE}',
+            {f"layer-{ONE}", f"nodeagent-{ONE}"},
+        ),
+        # Ours: what the runtime fetches of the same layer is somebody else's.
+        (f"unexpected commit digest {OTHER}, expected {ONE}", {f"nodeagent-{ONE}"}),
+        (f"{ONE} is shorter than the manifest says", {f"nodeagent-{ONE}"}),
+        (f'failed commit on ref "layer-{OTHER}": unexpected commit digest', set()),
+        ("gzip: invalid header", set()),
+    ],
+)
+def test_only_the_layer_that_the_error_names_is_begun_anew(text: str, spoilt: set[str]) -> None:
+    """The other half-fetched layers are right, and a pod may wait for them."""
+    assert pull.spoilt(text, {ONE, "sha256:" + "c" * 64}) == spoilt
+
+
 @pytest.fixture(scope="session")
 def big(images: registry.Registry) -> registry.Pushed:
     """300 MB in three layers."""
