@@ -76,6 +76,12 @@ def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     assert lease("pull", "sha256:1") == lease("pull", "sha256:2")
 
 
+def test_notes_of_different_states_stand_beside_one_another() -> None:
+    states = ("released", "paused", "done", "expired", "dropped")
+    ids = {base.hold_id(base.Hold("note", "r.e/a:b", "policy", state=each)) for each in states}
+    assert len(ids) == len(states)
+
+
 @pytest.mark.parametrize(
     "target", ["", "{}", "[]", "null", '{"media_type":"x","digest":"y","size":1}']
 )

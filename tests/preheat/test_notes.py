@@ -1,0 +1,125 @@
+"""What operators and the agent noted of an image: one says nothing of the other."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from preheat import settings
+from preheat.component import Preheat
+from preheat.runtimes import base
+from tests.preheat.rig import Reported
+from tests.preheat.test_status import REF, StillRuntime
+
+
+class Keeping(StillRuntime):
+    """A runtime with one image of ``REF`` that keeps holds under their ids, as leases do."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, {})
+        self.kept: dict[str, base.Hold] = {}
+        self.present = True
+
+    async def inventory(self) -> base.ImageInventory:
+        found = await super().inventory()
+        records = found.records if self.present else ()
+        holds = tuple(self.kept.values())
+        return dataclasses.replace(found, records=records, holds=holds, in_use=frozenset())
+
+    async def begin(self, hold: base.Hold) -> base.Hold:
+        made = dataclasses.replace(hold, id=base.hold_id(hold), created=hold.created or 1.0)
+        self.kept[made.id] = made
+        return made
+
+    async def pin(self, hold: base.Hold) -> base.Hold:
+        return await self.begin(hold)
+
+    async def end(self, hold: base.Hold) -> None:
+        self.kept.pop(hold.id, None)
+
+    unpin = end
+
+    def states(self) -> set[str]:
+        return {hold.state for hold in self.kept.values() if hold.role == "note"}
+
+
+async def nothing(*_: Any) -> None:
+    """The registry is not asked."""
+
+
+@pytest_asyncio.fixture
+async def kept(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Preheat, Keeping]]:
+    """A room whose one image is there, with the pin rule that a test says."""
+    wanted = {"images": [{"ref": REF, "pin": request.param}]}
+    monkeypatch.setattr("preheat.registry.resolver.Resolver._ask", nothing)
+    room = Preheat(
+        settings.complete(settings.PreheatSettings.model_validate(wanted)), tmp_path, Reported()
+    )
+    runtime, loop = Keeping(tmp_path), room.reconciler
+    loop.runtime = loop.pulls.runtime = runtime  # type: ignore[assignment]
+    for part in (loop.local, loop.uses, loop.healer, loop.durability):
+        part._runtime = runtime  # type: ignore[assignment]
+    loop.local._shapes[runtime.shape.top.digest, loop.section.platform] = runtime.shape
+    monkeypatch.setattr(loop.healer, "resync", nothing)
+    monkeypatch.setattr(loop.durability, "look", nothing)
+    monkeypatch.setattr(loop.durability, "tend", lambda *_: None)
+    loop.trouble = ""
+    try:
+        await loop.cycle()
+        yield room, runtime
+    finally:
+        await loop.stop()
+
+
+@pytest.mark.parametrize("kept", ["always"], indirect=True)
+async def test_a_released_image_that_is_paused_stays_released(
+    kept: tuple[Preheat, Keeping],
+) -> None:
+    room, runtime = kept
+    await room.unpin(REF)
+    await room.pause(REF)
+    await room.reconciler.cycle()
+    both, pinned = runtime.states(), room.show(REF).pinned
+    await room.resume(REF)
+    resumed, after = runtime.states(), room.show(REF)
+    await room.pin(REF)
+    await room.reconciler.cycle()
+
+    assert (both, pinned) == ({"released", "paused"}, False)
+    assert (resumed, after.state, after.pinned) == ({"released"}, "released", False)
+    assert runtime.states() == set()
+    assert room.show(REF).pinned
+
+
+@pytest.mark.parametrize("kept", ["never"], indirect=True)
+async def test_an_image_that_was_pulled_once_is_not_pulled_again_for_a_pause(
+    kept: tuple[Preheat, Keeping],
+) -> None:
+    room, runtime = kept
+    await room.reconciler.note(REF, "policy", "done")
+    await room.pause(REF)
+    await room.resume(REF)
+    runtime.present = False  # garbage collection took it
+    await room.reconciler.cycle()
+
+    assert runtime.states() == {"done"}
+    assert room.reconciler.snapshot.requests[REF].done
+
+
+@pytest.mark.parametrize("kept", ["always"], indirect=True)
+async def test_notes_of_an_older_agent_are_read_and_ended(kept: tuple[Preheat, Keeping]) -> None:
+    """All states of an image had one id."""
+    room, runtime = kept
+    old = base.Hold("note", REF, "operator", state="released", id="nodeagent-note-old", created=1.0)
+    runtime.kept = {old.id: old}
+    await room.reconciler.cycle()
+    before = room.show(REF).state
+    await room.pin(REF)
+
+    assert before == "released"
+    assert runtime.states() == set()
