@@ -47,6 +47,8 @@ POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
 # After so many failed pulls of an image look-ups find out when the registry is back.
 PROBED_AFTER = 3
+# Of the time that a lease has: so long the agent writes below it before it is renewed.
+LAP = 0.25
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25
 _NAMED = re.compile(r"(layer-)?(sha256:[0-9a-f]{64})")
@@ -259,7 +261,20 @@ class Puller:
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
-        """Fetch layers ourselves: under a limit, and those begun so."""
+        """Fetch layers ourselves, in laps: nobody can renew a lease below which something is
+        written. The next lap continues where the last one stopped."""
+        while True:
+            lap = asyncio.timeout(LAP * self._section.partial_keep)
+            try:
+                async with lap:
+                    return await self._fetch(hold)
+            except TimeoutError:
+                if not lap.expired():
+                    raise
+                await self._begin()
+
+    async def _fetch(self, hold: base.Hold) -> None:
+        """Those under a limit, and those begun so."""
         if self._shape is None or not self._runtime.layers.unpacks:
             return
         inventory = await self._runtime.inventory()

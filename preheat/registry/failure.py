@@ -171,7 +171,8 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
         return PullError(
             ref,
             Kind.RUNTIME,
-            "its containerd lease ended meanwhile (another agent finished the pull)",
+            "its containerd lease ended meanwhile (another agent finished the pull, or the clock "
+            "was set)",
         )
     if error.code == "RESOURCE_EXHAUSTED":
         return PullError(ref, Kind.BUSY, error.cause)
