@@ -279,7 +279,8 @@ class Marks:
         record.labels.update(wanted)
         request = pb.UpdateImageRequest(image=record, update_mask=api.label_mask(*labels()))
         with allowing("NOT_FOUND"):
-            await self._connection.change(api.UPDATE_IMAGE, request)
+            method = api.UPDATE_IMAGE if wanted else api.CLEAR_MARK
+            await self._connection.change(method, request)
 
     async def _shows(self, image_id: str) -> bool:
         deadline = time.monotonic() + HONOUR_SECONDS

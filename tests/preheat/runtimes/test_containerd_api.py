@@ -238,7 +238,7 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     with pytest.raises(base.RuntimeGoneError):
         await pull
     with pytest.raises(base.BreakerOpenError):
-        await box.end(hold)
+        await box.begin(base.Hold("note", image.ref, "operator", state="paused"))
     rig.daemon.start()
     await until(lambda: not box.connection.breaker.rests)
     await box.connect()
