@@ -132,6 +132,7 @@ class Layer:
     size: int  # compressed, as it is fetched
     media_type: str
     chain_id: str  # name of its unpacked snapshot
+    unpacked: int = 0  # bytes, as its last four say; 0: not known
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ MOST_STREAMS = 32
 MOST_TOKENS = 256
 MOST_CONTEXTS = 64
 CHUNK = 256 * 1024
+# gzip makes a thousandth of zeros: a smaller layer takes 128 MiB at most.
+LEAST_MEASURED = 128 * 1024
 _ACCEPT = ", ".join(sorted(manifest.INDEX_TYPES | manifest.MANIFEST_TYPES))
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 AnswerT = TypeVar("AnswerT")
@@ -175,13 +177,44 @@ class Registry:
 
         manifests = {target.digest}
         try:
-            return await manifest.shape(target, read, platform)
+            found = await manifest.shape(target, read, platform)
+            sizes = [await self._unpacked(ref, layer, login) for layer in found.layers]
+            layers = zip(found.layers, sizes, strict=True)
+            measured = tuple(dataclasses.replace(each, unpacked=size) for each, size in layers)
+            return dataclasses.replace(found, layers=measured)
         except manifest.BadImageError as error:
             final = isinstance(error, manifest.NoPlatformError)
             raise PullError(ref.text, Kind.BAD_IMAGE, str(error), final=final) from error
 
+    async def _unpacked(
+        self, ref: manifest.Reference, layer: manifest.Layer, login: base.Login | None
+    ) -> int:
+        """What a packed layer says of itself in its last four bytes; each is asked once."""
+        if layer.size < LEAST_MEASURED or "gzip" not in layer.media_type:
+            return 0
+        known = await self.documents.size(layer.digest)
+        if known is None:
+            tail = b""
+            stream = self.blob(ref, layer.digest, layer.size - 4, login, MOST_CONNECTIONS)
+            try:
+                with _reaching(ref):
+                    async with asyncio.timeout(DOCUMENT_SECONDS), contextlib.aclosing(stream):
+                        # A server without ranges begins with what is skipped.
+                        while len(tail) < 4 and (chunk := await anext(stream, b"")):
+                            tail += chunk
+            except PullError:
+                return 0
+            known = int.from_bytes(tail, "little") if len(tail) == 4 else 0
+            await self.documents.put_size(layer.digest, known)
+        return known
+
     async def blob(
-        self, ref: manifest.Reference, digest: str, offset: int, login: base.Login | None
+        self,
+        ref: manifest.Reference,
+        digest: str,
+        offset: int,
+        login: base.Login | None,
+        connections: int = MOST_STREAMS,
     ) -> AsyncGenerator[bytes, None]:
         """The blob from ``offset`` on. The caller checks the digest (the runtime's store does).
 
@@ -191,7 +224,7 @@ class Registry:
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         path = f"blobs/{digest}"
         servers = await self._servers(ref, {"pull"})
-        servers = [dataclasses.replace(each, connections=MOST_STREAMS) for each in servers]
+        servers = [dataclasses.replace(each, connections=connections) for each in servers]
         response = await _first(servers, lambda each: self._open(each, ref, path, login, headers))
         try:
             before = _skipped(ref, response, offset)

@@ -269,10 +269,9 @@ class Front:
     async def _own(self, request: web.Request, kind: str, data: bytes) -> web.StreamResponse:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         headers = {"Content-Type": kind, "Docker-Content-Digest": digest}
-        if span := re.fullmatch(r"bytes=(\d+)?-(\d+)?", request.headers.get("Range", "")):
-            begin, end = span.groups()
-            start = int(begin) if begin else len(data) - int(end)
-            whole, data = len(data), data[start : int(end) + 1 if begin and end else None]
+        if span := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "") * self.ranges):
+            start, whole = int(span[1]), len(data)
+            data = data[start:]
             headers["Content-Range"] = f"bytes {start}-{start + len(data) - 1}/{whole}"
         response = web.StreamResponse(status=206 if span else 200, headers=headers)
         if self.compresses and "/manifests/" in request.path:

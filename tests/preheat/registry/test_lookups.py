@@ -171,7 +171,7 @@ async def test_blobs_that_flow_leave_connections_for_documents(
 ) -> None:
     """Layers under a rate limit hold their connections for hours."""
     image = Image(server, random.Random(1).randbytes(200_000))
-    server.rate = 1
+    server.rate = 100
     ref, digest = manifest.parse(REF), str(image.layers[0]["digest"])
     async with looking(tmp_path, server) as one, asyncio.timeout(20):
         streams = [one.client.blob(ref, digest, 0, None) for _ in range(registry.MOST_STREAMS)]
@@ -183,3 +183,45 @@ async def test_blobs_that_flow_leave_connections_for_documents(
 
     assert all(begun)
     assert lookup.shape is not None, lookup.failed
+
+
+# --- unpacked sizes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranges", "known", "asked"),
+    [
+        (bytes(150_000_000), True, 150_000_000, 1),  # a log of a user with a large id
+        (random.Random(1).randbytes(400_000), False, 0, 1),
+        (random.Random(1).randbytes(1000), True, 0, 0),  # too small to be worth a request
+    ],
+    ids=["zeros", "no ranges", "small"],
+)
+async def test_a_layer_is_asked_once_how_large_it_becomes(
+    server: front.Front, tmp_path: Path, layer: bytes, ranges: bool, known: int, asked: int
+) -> None:
+    image = Image(server, layer)
+    server.ranges = ranges
+    path = f"/v2/fw/looked/blobs/{image.layers[0]['digest']}"
+    for _ in range(2):  # over a restart, too
+        async with looking(tmp_path, server) as one:
+            shape = (await one.look()).shape
+            again = (await one.look()).shape
+        assert shape is not None
+        assert shape == again
+        assert shape.layers[0].unpacked == known
+
+    assert sum(each.path == path for each in server.asked()) == asked
+
+
+async def test_a_layer_that_does_not_say_its_size_fails_no_lookup(
+    server: front.Front, tmp_path: Path
+) -> None:
+    image = Image(server, random.Random(1).randbytes(400_000))
+    del server.files[f"/v2/fw/looked/blobs/{image.layers[0]['digest']}"]
+    async with looking(tmp_path, server) as one:
+        lookup = await one.look()
+
+    assert lookup.failed is None
+    assert lookup.shape is not None
+    assert lookup.shape.layers[0].unpacked == 0

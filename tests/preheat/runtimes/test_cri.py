@@ -52,9 +52,9 @@ def test_an_open_breaker_lets_releases_pass_unless_one_tripped_it(
     for method in (api.CREATE_LEASE, api.UPDATE_IMAGE):
         with pytest.raises(base.BreakerOpenError):
             breaker.check(method)
-    for method in (api.DELETE_LEASE, api.CLEAR_MARK):
+    for release in (api.DELETE_LEASE, api.CLEAR_MARK):
         with contextlib.nullcontext() if passes else pytest.raises(base.BreakerOpenError):
-            breaker.check(method)
+            breaker.check(release)
 
 
 @contextlib.asynccontextmanager
