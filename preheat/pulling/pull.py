@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterable,
@@ -29,11 +30,12 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+import kit.errors
 import kit.tasks
 from kit.pause import Bucket
 from preheat import settings
 from preheat.image import manifest
-from preheat.planning import desired
+from preheat.planning import desired, plan
 from preheat.pulling import heal
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver
@@ -187,6 +189,8 @@ class Puller:
         self._layers = () if self._shape is None else self._shape.layers
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
+        self._free: int | None = None  # bytes of the disk that were free then
+        self.took = 0  # bytes of the disk, when it had not enough
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
@@ -194,6 +198,8 @@ class Puller:
         try:
             await self._update_progress()
             self._before = self.progress.bytes_done
+            node = await self._disk()
+            self._free = None if node is None else node.free
             with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
@@ -249,6 +255,7 @@ class Puller:
         await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
+                self.took = self.took or self._taken(0)
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
@@ -372,6 +379,7 @@ class Puller:
                 if pull.done():
                     break
                 await self._update_progress()
+                await self._check_disk()
                 now = time.monotonic()
                 if self.progress.bytes_done != last or self.progress.phase != "fetching":
                     last, since = self.progress.bytes_done, now
@@ -380,6 +388,29 @@ class Puller:
             return await pull
         finally:
             await kit.tasks.end(pull)
+
+    async def _disk(self) -> plan.Node | None:
+        with contextlib.suppress(kit.errors.AgentError):
+            return await self._pulls.disk()
+        return None
+
+    def _taken(self, free: int) -> int:
+        """Bytes of the disk since it began, without what other pulls may have taken."""
+        every = self._pulls.running.items()
+        others = sum(each.need for ref, each in every if ref != self._request.ref)
+        return 0 if self._free is None else max(0, self._free - free - others)
+
+    async def _check_disk(self) -> None:
+        """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
+        When others filled the disk, the work loop pauses it, and its bytes stay."""
+        node = await self._disk()
+        if node is None or not node.pressed:
+            return
+        taken = self._taken(0 if node.lacks_inodes else node.free)
+        if taken > self._request.need:
+            self.took = taken
+            text = "it brought the disk to the kubelet's threshold, with more than was planned for"
+            raise PullError(self._ref.text, Kind.DISK, text)
 
     async def _keep_progress(self) -> None:
         while True:
@@ -435,6 +466,7 @@ class Running:
 
     progress: PullProgress
     task: asyncio.Task[None]
+    need: int  # bytes on disk, as it was planned
 
 
 class Pulls:
@@ -443,13 +475,14 @@ class Pulls:
     def __init__(
         self,
         runtime: containerd.Containerd,
-        client: registry.Registry,
         lookups: resolver.Resolver,
         healer: heal.Healer,
+        disk: Callable[[], Awaitable[plan.Node | None]],
         wake: Callable[[], None],
     ) -> None:
         self.runtime = runtime
-        self.client = client
+        self.client = lookups.client
+        self.disk = disk
         self.lookups = lookups
         self.limit = Limiter(self.section.bytes_per_second)
         self.writers = Writers()
@@ -505,7 +538,7 @@ class Pulls:
     def start(self, request: desired.Request) -> None:
         puller = Puller(self, request)
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
-        self.running[request.ref] = Running(puller.progress, task)
+        self.running[request.ref] = Running(puller.progress, task, request.need)
         log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
 
     async def _run(self, request: desired.Request, puller: Puller) -> None:
@@ -529,7 +562,7 @@ class Pulls:
             # Waits grow while nothing comes; a registry that breaks off brings something each time.
             moved = error.kind is Kind.NETWORK and puller.moved
             attempts = 1 if known is None or moved else known.attempts + 1
-            self._failed(ref, error, attempts, puller.digest)
+            self._failed(ref, error, attempts, puller.digest, puller.took)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
                 self.lookups.probe(ref)  # the tag or the login may have changed
@@ -545,9 +578,11 @@ class Pulls:
             self._wake_for_retry(ref)
             self._wake()
 
-    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+    def _failed(
+        self, ref: str, error: PullError, attempts: int, digest: str, took: int = 0
+    ) -> None:
         found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
-        self.failures[ref] = dataclasses.replace(found, digest=digest)
+        self.failures[ref] = dataclasses.replace(found, digest=digest, took=took)
         self.totals.failed[error.kind.value] += 1
 
     def _wake_for_retry(self, ref: str) -> None:

@@ -96,12 +96,19 @@ class PullFailure:
     at: float = 0.0  # Unix time of the failure
     final: bool = False  # there is no such image
     digest: str = ""  # of the image that was pulled; empty: not known
+    took: int = 0  # bytes that it took of the disk, when it had not enough
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
         are missing or wrong are one image's, not those of another one that has its tag now. Nor of
         one that is known by now, when nothing was of what was pulled."""
         return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
+
+    def least(self, digest: str, now: float) -> int:
+        """Bytes that the image ``digest`` needs at least, as it filled the disk once; for an hour
+        for each attempt, because somebody else may have filled it."""
+        counts = self.digest == digest and now - self.at < 3600.0 * min(self.attempts, 24)
+        return self.took if counts else 0
 
     def spoils(self, digest: str) -> bool:
         """Whether the image ``digest`` is not to be trusted, although the runtime lists it."""

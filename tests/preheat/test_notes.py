@@ -1,6 +1,7 @@
 """What operators and the agent noted of an image: one says nothing of the other."""
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from preheat import settings
 from preheat.component import Preheat
+from preheat.registry import failure, resolver
 from preheat.runtimes import base
 from tests.preheat.rig import Reported
 from tests.preheat.test_status import REF, StillRuntime
@@ -55,7 +57,7 @@ async def kept(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Preheat, Keeping]]:
     """A room whose one image is there, with the pin rule that a test says."""
-    wanted = {"images": [{"ref": REF, "pin": request.param}]}
+    wanted = {"images": [{"ref": REF, "pin": request.param}], "spread": 0}
     monkeypatch.setattr("preheat.registry.resolver.Resolver._ask", nothing)
     room = Preheat(
         settings.complete(settings.PreheatSettings.model_validate(wanted)), tmp_path, Reported()
@@ -123,3 +125,25 @@ async def test_notes_of_an_older_agent_are_read_and_ended(kept: tuple[Preheat, K
 
     assert before == "released"
     assert runtime.states() == set()
+
+
+@pytest.mark.parametrize("kept", ["always"], indirect=True)
+async def test_what_filled_the_disk_is_planned_with_what_it_took(
+    kept: tuple[Preheat, Keeping],
+) -> None:
+    room, runtime = kept
+    runtime.present = False
+    runtime.kept.clear()
+    lookup = room.reconciler.resolver.of(REF)
+    assert lookup is not None
+    for shape, least in ((runtime.shape, 10**15), (None, 10**15)):
+        lookup.shape = shape
+        error = failure.PullError(REF, failure.Kind.NETWORK, "x")
+        lookup.failed = None if shape else failure.after(error, resolver.PATIENCE, time.time())
+        digest = shape.top.digest if shape else ""
+        room.reconciler.pulls.failures[REF] = failure.PullFailure(
+            failure.Kind.DISK, "full", 1, 0.0, at=time.time(), digest=digest, took=least
+        )
+        await room.reconciler.cycle()
+        assert room.reconciler.snapshot.requests[REF].need == least
+        assert room.show(REF).state == "skipped"

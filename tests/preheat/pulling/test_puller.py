@@ -9,7 +9,7 @@ import pytest
 
 from preheat import settings
 from preheat.image import manifest
-from preheat.planning import desired
+from preheat.planning import desired, plan
 from preheat.pulling import pull
 from preheat.registry import failure, resolver
 from preheat.runtimes import base, containerd_api, holds
@@ -71,7 +71,13 @@ class Runtime:
         await self.written(digest)
 
 
-def puller(runtime: Runtime, rate: float | None = None, **more: Any) -> pull.Puller:
+async def no_disk() -> plan.Node | None:
+    return None
+
+
+def puller(
+    runtime: Runtime, rate: float | None = None, disk: Any = None, **more: Any
+) -> pull.Puller:
     section = constants.made(settings.PreheatSettings, **more)
     lookup = resolver.Lookup(manifest.parse(REF), SHAPE)
     lookups = SimpleNamespace(of=lambda _: lookup, probe=lambda _: None)
@@ -82,7 +88,8 @@ def puller(runtime: Runtime, rate: float | None = None, **more: Any) -> pull.Pul
         limit=pull.Limiter(rate),
         writers=pull.Writers(),
         client=None,
-        room=lambda: asyncio.sleep(0),
+        disk=disk or no_disk,
+        running={"other": SimpleNamespace(need=50)},
     )
     return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))  # type: ignore[arg-type]
 
@@ -144,3 +151,74 @@ def test_an_ended_lease_is_told_with_all_its_causes(text: str) -> None:
     found = failure.classify(REF, base.RuntimeCallError("r", text, "", "NOT_FOUND"))
     assert found.kind is failure.Kind.RUNTIME
     assert "another agent finished the pull, or the clock was set" in str(found)
+
+
+# --- the disk -------------------------------------------------------------------------------------
+
+
+def disk_of(*free: int, inodes: float = 1.0) -> Any:
+    """A disk of 1000 bytes with so many free, one after the other; pressed below 150."""
+    left = list(free)
+
+    async def disk() -> plan.Node:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        lacking = inodes if len(left) == 1 else 1.0
+        return plan.Node(*(1000, now, 0.85, 0.8, 0.0, 300), 0, lacking, 0.05)
+
+    return disk
+
+
+@pytest.mark.parametrize(
+    ("disk", "took"),
+    [
+        (disk_of(800, 700, 100), 650),  # beside 50 of another pull
+        (disk_of(800, 700, 690, inodes=0.01), 750),  # of files, not of bytes: all that was free
+        (disk_of(300, 200, 100), None),  # as much as was planned: others filled the disk
+        (disk_of(800, 300), None),  # there is room
+    ],
+    ids=["over", "inodes", "others", "room"],
+)
+async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
+    disk: Any, took: int | None
+) -> None:
+    """An unpack fills a disk between two looks of the work loop."""
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        await asyncio.sleep(3600 if took is not None else 5 * pull.POLL_SECONDS)
+        return ""
+
+    runtime.pulled = pulled
+    one = puller(runtime, disk=disk)
+    if took is None:
+        assert await one.run() is not None
+        assert one.took == 0
+        return
+    with pytest.raises(failure.PullError, match="the kubelet's threshold") as raised:
+        await one.run()
+
+    assert raised.value.kind is failure.Kind.DISK
+    assert one.took == took
+    assert len(runtime.ended) == 1
+
+
+async def test_a_pull_that_found_no_space_took_all_that_was_free() -> None:
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        raise base.RuntimeCallError("r", "write /x: no space left on device", "")
+
+    runtime.pulled = pulled
+    one = puller(runtime, disk=disk_of(800))
+    with pytest.raises(failure.PullError):
+        await one.run()
+    assert one.took == 750
+
+
+def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
+    """Longer each time: somebody else may have filled it."""
+    failed = failure.PullFailure(failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=9)
+    hour = 3600.0
+    assert failed.least("d", 100.0 + 1.9 * hour) == 9
+    assert failed.least("d", 100.0 + 2.1 * hour) == 0
+    assert failed.least("other", 101.0) == 0
