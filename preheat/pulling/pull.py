@@ -187,9 +187,12 @@ class Puller:
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
         self._layers = () if self._shape is None else self._shape.layers
+        failed = lookup.failed
+        self._unreadable = failed is not None and failed.kind is Kind.BAD_IMAGE
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
         self._free: int | None = None  # bytes of the disk that were free then
+        self.stalled = False
         self.took = 0  # bytes of the disk, when it had not enough
 
     async def run(self) -> base.Hold | None:
@@ -207,11 +210,18 @@ class Puller:
             self.progress.pulled()
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
-            raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
+            raise await self._clean_up(self._classified(error), hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
         await self._end(hold)
         return pin
+
+    def _classified(self, error: base.RuntimeCallError) -> PullError:
+        """What neither the lookup could read nor the runtime pull is no matter of the network."""
+        found = failure.classify(self._ref.text, error)
+        if self._unreadable and found.kind is Kind.NETWORK:
+            return PullError(self._ref.text, Kind.BAD_IMAGE, error.cause)
+        return found
 
     @property
     def digest(self) -> str:
@@ -351,6 +361,7 @@ class Puller:
             raise self._stalled() from None
 
     def _stalled(self) -> PullError:
+        self.stalled = True
         text = f"no progress for {self._section.stall_timeout:g} s"
         return PullError(self._ref.text, Kind.NETWORK, text)
 
@@ -361,7 +372,7 @@ class Puller:
             try:
                 return await self._attempt(hold, login)
             except base.RuntimeCallError as error:
-                raise failure.classify(self._ref.text, error) from error
+                raise self._classified(error) from error
 
         image_id, _ = await credentials.attempt(self._find, ask)
         return image_id
@@ -373,21 +384,32 @@ class Puller:
             self._runtime.cri.pull(self._ref.text, login, hold.id, deadline), name="PullImage"
         )
         try:
-            last, since = self.progress.bytes_done, time.monotonic()
+            last, since = await self._flowing(), time.monotonic()
             while not pull.done():
                 await asyncio.wait({pull}, timeout=POLL_SECONDS)
                 if pull.done():
                     break
                 await self._update_progress()
                 await self._check_disk()
-                now = time.monotonic()
-                if self.progress.bytes_done != last or self.progress.phase != "fetching":
-                    last, since = self.progress.bytes_done, now
+                now, flowing = time.monotonic(), await self._flowing()
+                if flowing != last or self.progress.phase != "fetching":
+                    last, since = flowing, now
                 elif now - since > self._section.stall_timeout:
                     raise self._stalled()
             return await pull
         finally:
             await kit.tasks.end(pull)
+
+    async def _flowing(self) -> tuple[int, Mapping[str, int]]:
+        """What grows while the pull makes progress: the tag may have moved since the lookup, then
+        the runtime fetches layers that no pull of ours knows."""
+        known = set(self.progress.layers)
+        known.update(*(each.progress.layers for each in self._pulls.running.values()))
+        found: Mapping[str, base.Ingest] = {}
+        with contextlib.suppress(base.RuntimeCallError):
+            found = await self._runtime.content.ingests()
+        moving = {digest: each.offset for digest, each in found.items() if digest not in known}
+        return self.progress.bytes_done, moving
 
     async def _disk(self) -> plan.Node | None:
         with contextlib.suppress(kit.errors.AgentError):
@@ -564,9 +586,9 @@ class Pulls:
             attempts = 1 if known is None or moved else known.attempts + 1
             self._failed(ref, error, attempts, puller.digest, puller.took)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
-            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
-                self.lookups.probe(ref)  # the tag or the login may have changed
-            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+            again = error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER
+            # The tag or the login may have changed.
+            if again or puller.stalled or error.kind in (Kind.NOT_FOUND, Kind.AUTH):
                 self.lookups.probe(ref)
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)

@@ -157,12 +157,14 @@ def asked_wait(retry_after: str, now: float) -> float | None:
 _WORDS: dict[Kind, str] = {
     Kind.DISK: "no space left|disk quota exceeded",
     Kind.CORRUPT: "unexpected commit (digest|size)|failed size validation|invalid checksum"
-    "|failed to validate|gzip: invalid|flate: corrupt|wrong diff id|mismatched image rootfs",
+    "|failed to validate|gzip: invalid|flate: corrupt",
     Kind.BUSY: r"\b429\b|too ?many ?requests|rate limit",
     Kind.AUTH: r"\b401\b|403 forbidden|unauthorized|authorization failed|access denied"
     "|authentication required|failed to fetch oauth token",
     Kind.BAD_IMAGE: "invalid reference|no match for platform|not acceptable"
-    "|unsupported media type|does not match any platform",
+    "|unsupported media type|does not match any platform|number of layers and diffids"
+    # The bytes are those that their digest says: fetching them again mends nothing.
+    "|mismatched image rootfs|wrong diff id|unmarshal image config|invalid tar header",
     Kind.NOT_FOUND: r"not found|manifest unknown|\b404\b",
 }
 
@@ -171,6 +173,8 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
     """What PullImage answered, as an error with its class."""
     text = error.cause.lower()
     if isinstance(error, base.RuntimeGoneError):
+        return PullError(ref, Kind.RUNTIME, error.cause)
+    if isinstance(error, base.RuntimeSlowError) and "(PullImage)" not in error.thing:
         return PullError(ref, Kind.RUNTIME, error.cause)
     if isinstance(error, base.RuntimeSlowError):
         return PullError(ref, Kind.NETWORK, "the attempt took too long")

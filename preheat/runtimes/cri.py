@@ -316,14 +316,14 @@ class Exchange(Generic[RequestT, ResponseT]):
         self._lease = lease
         self._call: Any = None
 
-    async def send(self, request: RequestT) -> ResponseT:
+    async def send(self, request: RequestT, deadline: float = CHANGE_SECONDS) -> ResponseT:
         metadata = self._connection.checked(self._method, request, self._lease)
         if self._call is None:
             stream: Any = self._connection.channel().stream_stream(self._method.path)
             self._call = stream(metadata=metadata)
         sent = Sent(self._connection.broken, time.monotonic())
         try:
-            async with asyncio.timeout(CHANGE_SECONDS):
+            async with asyncio.timeout(deadline):
                 await self._call.write(request.SerializeToString())
                 answer = await self._call.read()
                 if answer is grpc.aio.EOF:
@@ -335,7 +335,7 @@ class Exchange(Generic[RequestT, ResponseT]):
             raise await self._connection.failure(self._method, ended, sent) from None
         except TimeoutError as error:
             raise base.RuntimeSlowError(
-                self._method.path, f"no answer in {CHANGE_SECONDS:.0f} s", "the agent tries again"
+                self._method.path, f"no answer in {deadline:.0f} s", "the agent tries again"
             ) from error
         return self._method.decode(answer)
 

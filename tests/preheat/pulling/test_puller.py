@@ -76,10 +76,17 @@ async def no_disk() -> plan.Node | None:
 
 
 def puller(
-    runtime: Runtime, rate: float | None = None, disk: Any = None, **more: Any
+    runtime: Runtime,
+    rate: float | None = None,
+    disk: Any = None,
+    lookup_failed: str | None = None,
+    **more: Any,
 ) -> pull.Puller:
     section = constants.made(settings.PreheatSettings, **more)
-    lookup = resolver.Lookup(manifest.parse(REF), SHAPE)
+    lookup = resolver.Lookup(manifest.parse(REF), SHAPE if lookup_failed is None else None)
+    if lookup_failed is not None:
+        error = failure.PullError(REF, failure.Kind(lookup_failed), "x")
+        lookup.failed = failure.after(error, 1, 0.0)
     lookups = SimpleNamespace(of=lambda _: lookup, probe=lambda _: None)
     pulls = SimpleNamespace(
         runtime=runtime,
@@ -89,7 +96,7 @@ def puller(
         writers=pull.Writers(),
         client=None,
         disk=disk or no_disk,
-        running={"other": SimpleNamespace(need=50)},
+        running={"other": SimpleNamespace(need=50, progress=pull.PullProgress(SHAPE, 0))},
     )
     return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))  # type: ignore[arg-type]
 
@@ -222,3 +229,56 @@ def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
     assert failed.least("d", 100.0 + 1.9 * hour) == 9
     assert failed.least("d", 100.0 + 2.1 * hour) == 0
     assert failed.least("other", 101.0) == 0
+
+
+# --- images that neither can read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lookup_failed", "said", "kind"),
+    [
+        ("bad_image", "words that nobody knows", "bad_image"),
+        ("bad_image", "429 too many requests", "busy"),
+        ("network", "words that nobody knows", "network"),
+    ],
+)
+async def test_what_the_lookup_could_not_read_and_the_runtime_not_pull_is_a_bad_image(
+    lookup_failed: str, said: str, kind: str
+) -> None:
+    """Not one for which the network is to blame, which is tried again within minutes."""
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        raise base.RuntimeCallError("r", said, "")
+
+    runtime.pulled = pulled
+    with pytest.raises(failure.PullError) as raised:
+        await puller(runtime, lookup_failed=lookup_failed).run()
+    assert raised.value.kind == kind
+
+
+# --- tags that move -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("whose", "stalls"), [("new", False), ("ours", True), ("nobody", True)])
+async def test_layers_of_a_moved_tag_are_progress(whose: str, stalls: bool) -> None:
+    """The runtime pulls what the tag names now. Layers of our other pulls are theirs."""
+    runtime = Runtime()
+    digest = {"new": manifest.digest_of(b"new"), "ours": SHAPE.layers[1].digest, "nobody": ""}[
+        whose
+    ]
+
+    async def pulled() -> str:
+        for step in range(1, 6):
+            runtime.moved = {digest: base.Ingest(theirs=step)} if digest else {}
+            await asyncio.sleep(pull.POLL_SECONDS)
+        return ""
+
+    runtime.pulled = pulled
+    one = puller(runtime, stall_timeout=3.5 * pull.POLL_SECONDS)
+    if not stalls:
+        assert await one.run() is not None
+        return
+    with pytest.raises(failure.PullError, match="no progress"):
+        await one.run()
+    assert one.stalled
