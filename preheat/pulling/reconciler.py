@@ -207,7 +207,7 @@ class Reconciler:
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
     ) -> None:
         """Note what the settings dropped just now, and end the notes that say nothing any more."""
-        for note in desired.stale_notes(inventory, requests):
+        for note in desired.stale_notes(inventory, requests, time.time()):
             await self.runtime.end(note)
         for ref in desired.newly_dropped(inventory, requests):
             await self.note(ref, "policy", "dropped")

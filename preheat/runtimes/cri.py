@@ -262,11 +262,13 @@ class Connection:
         return method.error(error, gone=gone)
 
     async def _is_gone(self, broken: int) -> bool:
+        # Now: a call that found nobody to connect to fails some moments before the next attempt.
+        away = self.channel().get_state() != grpc.ChannelConnectivity.READY
         if self.broken == broken:
             self._break.clear()
             await kit.tasks.until(self._break, _BREAK_TOLD_SECONDS)
-        state = self.channel().get_state()
-        return self.broken > broken or state != grpc.ChannelConnectivity.READY
+        away = away or self.channel().get_state() != grpc.ChannelConnectivity.READY
+        return away or self.broken > broken
 
     async def _unary(
         self,
