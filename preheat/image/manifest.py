@@ -32,6 +32,8 @@ HUB_SERVER = "registry-1.docker.io"  # what answers
 HUB_LOGIN_KEY = f"https://{HUB_INDEX}/v1/"  # docker's key of its login
 HUB_HOSTS = frozenset({HUB, HUB_INDEX})
 MOST_LAYERS = 1024
+# In one of them: each takes many times its bytes in memory. Commas in texts count, too.
+MOST_VALUES = 500_000
 MOST_INDEXES = 3  # in one another
 # Of an index, a manifest or a config. A larger one is refused, wherever it comes from.
 LARGEST_DOCUMENT = 8 * 1024**2
@@ -164,6 +166,8 @@ def chain_ids(diff_ids: list[str]) -> list[str]:
 
 def load(data: bytes, what: str) -> Mapping[str, Any]:
     """A JSON object. Raises BadImageError with ``what`` it is."""
+    if sum(data.count(each) for each in (b"{", b"[", b",")) > MOST_VALUES:
+        raise BadImageError(f"{what} has more than {MOST_VALUES} values")
     try:
         value = json.loads(data)
     except ValueError as error:

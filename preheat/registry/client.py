@@ -11,6 +11,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import ssl
 import time
@@ -37,6 +38,8 @@ MOST_CONNECTIONS = 16
 MOST_STREAMS = 32
 MOST_TOKENS = 256
 MOST_CONTEXTS = 64
+# A server that did not answer in time is asked after the others for so long.
+HUNG_SECONDS = 600.0
 CHUNK = 256 * 1024
 # gzip makes a thousandth of zeros: a smaller layer takes 128 MiB at most.
 LEAST_MEASURED = 128 * 1024
@@ -75,6 +78,8 @@ class Registry:
         self._sessions: dict[int, aiohttp.ClientSession] = {}  # by how many connections it has
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
         self._contexts: LRUCache[tuple[hosts.Host, hosts.Seen], _Server] = LRUCache(MOST_CONTEXTS)
+        # Servers that hung, with the monotonic time.
+        self._hung: LRUCache[str, float] = LRUCache(MOST_CONTEXTS)
         self.requests = 0
 
     def _connected(self, most: int) -> aiohttp.ClientSession:
@@ -252,7 +257,11 @@ class Registry:
         if not found:
             text = f"hosts.toml of {ref.host} names no server with {' and '.join(sorted(needs))}"
             raise PullError(ref.text, Kind.NETWORK, text)
+        found.sort(key=lambda each: self._hangs(each[0].url))
         return [await self._server(host, seen) for host, seen in found]
+
+    def _hangs(self, url: str) -> bool:
+        return time.monotonic() - self._hung.get(url, -math.inf) < HUNG_SECONDS
 
     def _hosts(self, name: str) -> list[tuple[hosts.Host, hosts.Seen]]:
         """Blocking: small files, read anew each time, so that a change takes effect at once."""
@@ -277,13 +286,18 @@ class Registry:
         method: str = "GET",
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """An answer and its small body."""
-        with _reaching(ref):
-            async with asyncio.timeout(DOCUMENT_SECONDS):
-                response = await self._open(server, ref, path, login, {}, method)
-                try:
-                    body = await _body(response)
-                finally:
-                    response.release() if response.content.at_eof() else response.close()
+        try:
+            with _reaching(ref):
+                async with asyncio.timeout(DOCUMENT_SECONDS):
+                    response = await self._open(server, ref, path, login, {}, method)
+                    try:
+                        body = await _body(response)
+                    finally:
+                        response.release() if response.content.at_eof() else response.close()
+        except PullError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._hung[server.host.url] = time.monotonic()
+            raise
         if len(body) > manifest.LARGEST_DOCUMENT:
             text = f"{path} has more than {manifest.LARGEST_DOCUMENT} bytes"
             raise PullError(ref.text, Kind.BAD_IMAGE, text)

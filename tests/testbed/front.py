@@ -100,6 +100,7 @@ class Front:
         self.files: dict[str, tuple[str, bytes]] = {}
         self.project = ""  # a proxy project: the path before each repository, and in its scopes
         self.compresses = False  # documents, for clients that take that
+        self.hangs = False  # takes requests and never answers
         self.page = False  # 200 and a page of HTML to everything, as a captive portal
         self.refuses_agent = False  # 403 to the agent, as a firewall that knows containerd only
         self.blob_bytes = 0  # sent so far
@@ -152,6 +153,7 @@ class Front:
             await self._client.close()
             await self._runner.cleanup()
 
+        self.hangs, self.rate = False, 0
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(waiting.limit(10))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -168,6 +170,10 @@ class Front:
             "Authorization" in request.headers, request.headers.get("User-Agent", ""),
             dict(request.headers),
         )  # fmt: skip
+        if self.hangs:
+            self.seen.append(seen)
+            while self.hangs:
+                await asyncio.sleep(0.02)
         answers: list[Callable[[web.Request], Awaitable[web.StreamResponse | None]]]
         answers = [self._token, self._gate, self._redirect, self._broken]
         for each in answers:

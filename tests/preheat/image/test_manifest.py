@@ -157,6 +157,17 @@ async def test_shape_refuses_malformed_documents(value: object) -> None:
         await manifest.shape(top, documents.read, "linux/amd64")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"[" + b"{}," * 600_000 + b"0]", b'{"a":' + b"[" + b"1," * 600_000 + b"1]}"],
+    ids=["objects", "numbers"],
+)
+def test_a_document_of_very_many_values_is_not_read(body: bytes) -> None:
+    """8 MiB of empty objects are 300 MB of memory, for anybody's image on the node."""
+    with pytest.raises(manifest.BadImageError, match="more than 500000 values"):
+        manifest.load(body, "config")
+
+
 async def test_shape_refuses_layers_without_matching_ids() -> None:
     documents = Documents()
     config = documents.put({"rootfs": {"diff_ids": []}})

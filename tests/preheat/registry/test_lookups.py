@@ -225,3 +225,28 @@ async def test_a_layer_that_does_not_say_its_size_fails_no_lookup(
     assert lookup.failed is None
     assert lookup.shape is not None
     assert lookup.shape.layers[0].unpacked == 0
+
+
+# --- servers that do not answer -------------------------------------------------------------------
+
+
+async def test_a_mirror_that_hangs_is_asked_last_for_a_while(
+    server: front.Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lookup waited for it, three times half a minute."""
+    monkeypatch.setattr(registry, "DOCUMENT_SECONDS", 0.5)
+    Image(server)
+    with running() as mirror:
+        mirror.hangs = True
+        async with looking(tmp_path, server, f'[host."{mirror.url}"]\n') as one:
+            first = (await one.look()).shape
+            asked = len(mirror.seen)
+            again = (await one.look()).shape
+            after = len(mirror.seen)
+            monkeypatch.setattr(registry, "HUNG_SECONDS", 0.0)
+            await one.look()
+            later = len(mirror.seen)
+
+    assert first == again
+    assert first is not None
+    assert (asked, after, later) == (1, 1, 2)
