@@ -1,5 +1,6 @@
-"""What operators and the agent noted of an image: one says nothing of the other."""
+"""What operators asked and the agent noted of an image: one says nothing of the other."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from preheat import settings
+from kit.room import Request
+from preheat import api, settings
 from preheat.component import Preheat
 from preheat.registry import failure, resolver
 from preheat.runtimes import base
@@ -147,3 +149,25 @@ async def test_what_filled_the_disk_is_planned_with_what_it_took(
         await room.reconciler.cycle()
         assert room.reconciler.snapshot.requests[REF].need == least
         assert room.show(REF).state == "skipped"
+
+
+@pytest.mark.parametrize("kept", ["always"], indirect=True)
+async def test_who_waits_for_an_image_waits_for_its_registrys_answer(
+    kept: tuple[Preheat, Keeping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the node may be what the tag named before."""
+    room, runtime = kept
+    answered = asyncio.Event()
+
+    async def ask(_: resolver.Resolver, lookup: resolver.Lookup) -> None:
+        await answered.wait()
+        lookup.shape = runtime.shape
+
+    monkeypatch.setattr(resolver.Resolver, "_ask", ask)
+    await room.preheat(REF)
+    stream = await api._watch(room, Request(query={"ref": REF}))
+    states = [(await anext(stream.items)).state]
+    answered.set()
+    states += [row.state async for row in stream.items]
+
+    assert (states[0], states[-1]) == ("looking", "ready")
