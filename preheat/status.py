@@ -151,6 +151,16 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     )
 
 
+def is_asking(reconciler: Reconciler, ref: str) -> bool:
+    """Whether its registry is asked just now, or answered and no cycle has seen it: what the node
+    has may be what the tag named before."""
+    lookup, request = reconciler.resolver.of(ref), reconciler.snapshot.requests.get(ref)
+    if lookup is None or request is None or request.unconfirmed:
+        return False
+    under_way = lookup.task is not None or reconciler.resolver.turn(lookup) <= time.time()
+    return under_way or reconciler.resolver.digest(ref) not in ("", request.digest)
+
+
 def _state(
     reconciler: Reconciler,
     request: Request,

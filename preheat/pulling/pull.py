@@ -173,6 +173,46 @@ class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
 
 
+class Footprint:
+    """What one pull takes of the disk. ``took``: bytes, when that was not enough for it."""
+
+    def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
+        self._pulls, self._request = pulls, request
+        self._free: int | None = None  # bytes when it began
+        self.took = 0
+
+    async def begin(self) -> None:
+        node = await self._disk()
+        self._free = None if node is None else node.free
+
+    async def check(self) -> None:
+        """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
+        When others filled the disk, the work loop pauses it, and its bytes stay."""
+        node = await self._disk()
+        if node is None or not node.pressed:
+            return
+        taken = self._taken(0 if node.lacks_inodes else node.free)
+        if taken > self._request.need:
+            self.took = taken
+            text = "it brought the disk to the kubelet's threshold, with more than was planned for"
+            raise PullError(self._request.ref, Kind.DISK, text)
+
+    def filled(self) -> None:
+        """It found no space."""
+        self.took = self.took or self._taken(0)
+
+    async def _disk(self) -> plan.Node | None:
+        with contextlib.suppress(kit.errors.AgentError):
+            return await self._pulls.disk()
+        return None
+
+    def _taken(self, free: int) -> int:
+        """Without what other pulls may have taken."""
+        every = self._pulls.running.items()
+        others = sum(each.need for ref, each in every if ref != self._request.ref)
+        return 0 if self._free is None else max(0, self._free - free - others)
+
+
 class Puller:
     """Pulls one requested image as its lookup describes it. ``run`` may be cancelled anywhere."""
 
@@ -191,9 +231,8 @@ class Puller:
         self._unreadable = failed is not None and failed.kind is Kind.BAD_IMAGE
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
-        self._free: int | None = None  # bytes of the disk that were free then
         self.stalled = False
-        self.took = 0  # bytes of the disk, when it had not enough
+        self.footprint = Footprint(pulls, request)
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
@@ -201,8 +240,7 @@ class Puller:
         try:
             await self._update_progress()
             self._before = self.progress.bytes_done
-            node = await self._disk()
-            self._free = None if node is None else node.free
+            await self.footprint.begin()
             with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
@@ -210,18 +248,12 @@ class Puller:
             self.progress.pulled()
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
-            raise await self._clean_up(self._classified(error), hold) from error
+            found = failure.classify(self._ref.text, error, self._unreadable)
+            raise await self._clean_up(found, hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
         await self._end(hold)
         return pin
-
-    def _classified(self, error: base.RuntimeCallError) -> PullError:
-        """What neither the lookup could read nor the runtime pull is no matter of the network."""
-        found = failure.classify(self._ref.text, error)
-        if self._unreadable and found.kind is Kind.NETWORK:
-            return PullError(self._ref.text, Kind.BAD_IMAGE, error.cause)
-        return found
 
     @property
     def digest(self) -> str:
@@ -265,7 +297,7 @@ class Puller:
         await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
-                self.took = self.took or self._taken(0)
+                self.footprint.filled()
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
@@ -372,7 +404,7 @@ class Puller:
             try:
                 return await self._attempt(hold, login)
             except base.RuntimeCallError as error:
-                raise self._classified(error) from error
+                raise failure.classify(self._ref.text, error, self._unreadable) from error
 
         image_id, _ = await credentials.attempt(self._find, ask)
         return image_id
@@ -384,14 +416,14 @@ class Puller:
             self._runtime.cri.pull(self._ref.text, login, hold.id, deadline), name="PullImage"
         )
         try:
-            last, since = await self._flowing(), time.monotonic()
+            last, since = await self._pulls.flowing(self.progress), time.monotonic()
             while not pull.done():
                 await asyncio.wait({pull}, timeout=POLL_SECONDS)
                 if pull.done():
                     break
                 await self._update_progress()
-                await self._check_disk()
-                now, flowing = time.monotonic(), await self._flowing()
+                await self.footprint.check()
+                now, flowing = time.monotonic(), await self._pulls.flowing(self.progress)
                 if flowing != last or self.progress.phase != "fetching":
                     last, since = flowing, now
                 elif now - since > self._section.stall_timeout:
@@ -399,40 +431,6 @@ class Puller:
             return await pull
         finally:
             await kit.tasks.end(pull)
-
-    async def _flowing(self) -> tuple[int, Mapping[str, int]]:
-        """What grows while the pull makes progress: the tag may have moved since the lookup, then
-        the runtime fetches layers that no pull of ours knows."""
-        known = set(self.progress.layers)
-        known.update(*(each.progress.layers for each in self._pulls.running.values()))
-        found: Mapping[str, base.Ingest] = {}
-        with contextlib.suppress(base.RuntimeCallError):
-            found = await self._runtime.content.ingests()
-        moving = {digest: each.offset for digest, each in found.items() if digest not in known}
-        return self.progress.bytes_done, moving
-
-    async def _disk(self) -> plan.Node | None:
-        with contextlib.suppress(kit.errors.AgentError):
-            return await self._pulls.disk()
-        return None
-
-    def _taken(self, free: int) -> int:
-        """Bytes of the disk since it began, without what other pulls may have taken."""
-        every = self._pulls.running.items()
-        others = sum(each.need for ref, each in every if ref != self._request.ref)
-        return 0 if self._free is None else max(0, self._free - free - others)
-
-    async def _check_disk(self) -> None:
-        """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
-        When others filled the disk, the work loop pauses it, and its bytes stay."""
-        node = await self._disk()
-        if node is None or not node.pressed:
-            return
-        taken = self._taken(0 if node.lacks_inodes else node.free)
-        if taken > self._request.need:
-            self.took = taken
-            text = "it brought the disk to the kubelet's threshold, with more than was planned for"
-            raise PullError(self._ref.text, Kind.DISK, text)
 
     async def _keep_progress(self) -> None:
         while True:
@@ -520,6 +518,17 @@ class Pulls:
     def section(self) -> settings.PreheatSettings:
         return self.lookups.turns.section
 
+    async def flowing(self, progress: PullProgress) -> tuple[int, Mapping[str, int]]:
+        """What grows while a pull makes progress: the tag may have moved since its lookup, then the
+        runtime fetches layers that no pull of ours knows."""
+        known = set(progress.layers)
+        known.update(*(each.progress.layers for each in self.running.values()))
+        found: Mapping[str, base.Ingest] = {}
+        with contextlib.suppress(base.RuntimeCallError):
+            found = await self.runtime.content.ingests()
+        moving = {digest: each.offset for digest, each in found.items() if digest not in known}
+        return progress.bytes_done, moving
+
     def keep(self, refs: Collection[str]) -> None:
         """Forget what is not requested any more, and failures of what a tag named before."""
         self.failures = {
@@ -584,7 +593,7 @@ class Pulls:
             # Waits grow while nothing comes; a registry that breaks off brings something each time.
             moved = error.kind is Kind.NETWORK and puller.moved
             attempts = 1 if known is None or moved else known.attempts + 1
-            self._failed(ref, error, attempts, puller.digest, puller.took)
+            self._failed(ref, error, attempts, puller.digest, puller.footprint.took)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             again = error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER
             # The tag or the login may have changed.

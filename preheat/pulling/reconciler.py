@@ -203,16 +203,6 @@ class Reconciler:
             self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
             await self._act(self.snapshot)
 
-    def is_asking(self, ref: str) -> bool:
-        """Whether its registry is asked just now, or answered and no cycle has seen it: what the
-        node has may be what the tag named before."""
-        lookup, request = self.resolver.of(ref), self.snapshot.requests.get(ref)
-        if lookup is None or request is None or request.unconfirmed:
-            return False
-        digest = self.resolver.digest(ref)
-        under_way = lookup.task is not None or self.resolver.turn(lookup) <= time.time()
-        return under_way or digest not in ("", request.digest)
-
     async def _keep_notes(
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
     ) -> None:

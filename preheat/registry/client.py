@@ -257,11 +257,9 @@ class Registry:
         if not found:
             text = f"hosts.toml of {ref.host} names no server with {' and '.join(sorted(needs))}"
             raise PullError(ref.text, Kind.NETWORK, text)
-        found.sort(key=lambda each: self._hangs(each[0].url))
+        since = time.monotonic() - HUNG_SECONDS
+        found.sort(key=lambda each: self._hung.get(each[0].url, -math.inf) > since)
         return [await self._server(host, seen) for host, seen in found]
-
-    def _hangs(self, url: str) -> bool:
-        return time.monotonic() - self._hung.get(url, -math.inf) < HUNG_SECONDS
 
     def _hosts(self, name: str) -> list[tuple[hosts.Host, hosts.Seen]]:
         """Blocking: small files, read anew each time, so that a change takes effect at once."""

@@ -169,8 +169,9 @@ _WORDS: dict[Kind, str] = {
 }
 
 
-def classify(ref: str, error: base.RuntimeCallError) -> PullError:
-    """What PullImage answered, as an error with its class."""
+def classify(ref: str, error: base.RuntimeCallError, unreadable: bool = False) -> PullError:
+    """What PullImage answered, as an error with its class. ``unreadable``: the lookup found no
+    image in what its registry has; when the runtime cannot tell either, the network is not why."""
     text = error.cause.lower()
     if isinstance(error, base.RuntimeGoneError):
         return PullError(ref, Kind.RUNTIME, error.cause)
@@ -192,4 +193,4 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
     for kind, words in _WORDS.items():
         if re.search(words, text):
             return PullError(ref, kind, error.cause)
-    return PullError(ref, Kind.NETWORK, error.cause)
+    return PullError(ref, Kind.BAD_IMAGE if unreadable else Kind.NETWORK, error.cause)

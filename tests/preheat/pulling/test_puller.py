@@ -87,18 +87,15 @@ def puller(
     if lookup_failed is not None:
         error = failure.PullError(REF, failure.Kind(lookup_failed), "x")
         lookup.failed = failure.after(error, 1, 0.0)
-    lookups = SimpleNamespace(of=lambda _: lookup, probe=lambda _: None)
-    pulls = SimpleNamespace(
-        runtime=runtime,
-        section=section,
-        lookups=lookups,
-        limit=pull.Limiter(rate),
-        writers=pull.Writers(),
-        client=None,
-        disk=disk or no_disk,
-        running={"other": SimpleNamespace(need=50, progress=pull.PullProgress(SHAPE, 0))},
+    lookups: Any = SimpleNamespace(
+        of=lambda _: lookup, client=None, turns=SimpleNamespace(section=section)
     )
-    return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))  # type: ignore[arg-type]
+    anything: Any = runtime
+    pulls = pull.Pulls(anything, lookups, lookups, disk or no_disk, lambda: None)
+    pulls.limit = pull.Limiter(rate)
+    other: Any = None
+    pulls.running["other"] = pull.Running(pull.PullProgress(SHAPE, 0), other, 50)
+    return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))
 
 
 # --- leases ---------------------------------------------------------------------------------------
@@ -199,13 +196,13 @@ async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
     one = puller(runtime, disk=disk)
     if took is None:
         assert await one.run() is not None
-        assert one.took == 0
+        assert one.footprint.took == 0
         return
     with pytest.raises(failure.PullError, match="the kubelet's threshold") as raised:
         await one.run()
 
     assert raised.value.kind is failure.Kind.DISK
-    assert one.took == took
+    assert one.footprint.took == took
     assert len(runtime.ended) == 1
 
 
@@ -219,7 +216,7 @@ async def test_a_pull_that_found_no_space_took_all_that_was_free() -> None:
     one = puller(runtime, disk=disk_of(800))
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.took == 750
+    assert one.footprint.took == 750
 
 
 def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
