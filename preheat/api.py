@@ -126,6 +126,8 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
             if row.state in status.PRESENT or not here:
                 return None
             row = replace(row, state="ready", reason="", bytes_done=row.bytes_total)
+        if row.state in status.PRESENT and status.is_asking(preheat.reconciler, row.ref):
+            return replace(row, state="looking", reason="the registry lookup is in progress")
         return row
 
     return Stream(watch(read, _is_final))

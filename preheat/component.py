@@ -204,7 +204,7 @@ class Preheat:
         """Continue after ``pause``, or retry at once after a failure."""
         ref = self.show(text).ref
         async with self._asking():
-            await self._drop_notes(ref)
+            await self._drop_notes(ref, "paused")
             self.reconciler.pulls.hurry(ref)
         return await self._after(ref)
 
@@ -219,10 +219,12 @@ class Preheat:
             )
         return await self.unpin(found.ref)
 
-    async def _drop_notes(self, ref: str) -> None:
+    async def _drop_notes(self, ref: str, *states: str) -> None:
+        """Those of these states; without any all, as for an image that nobody asked for before."""
         inventory = await self.reconciler.runtime.inventory()
         for hold in inventory.held("note", ref):
-            await self.reconciler.runtime.end(hold)
+            if not states or hold.state in states:
+                await self.reconciler.runtime.end(hold)
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:

@@ -151,6 +151,16 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     )
 
 
+def is_asking(reconciler: Reconciler, ref: str) -> bool:
+    """Whether its registry is asked just now, or answered and no cycle has seen it: what the node
+    has may be what the tag named before."""
+    lookup, request = reconciler.resolver.of(ref), reconciler.snapshot.requests.get(ref)
+    if lookup is None or request is None or request.unconfirmed:
+        return False
+    under_way = lookup.task is not None or reconciler.resolver.turn(lookup) <= time.time()
+    return under_way or reconciler.resolver.digest(ref) not in ("", request.digest)
+
+
 def _state(
     reconciler: Reconciler,
     request: Request,
@@ -173,6 +183,10 @@ def _state(
         return "paused", "paused by an operator"
     if request.present:
         text = _joined(request.dropped_text or (skip.text if skip else ""), untold)
+        if lookup is not None and lookup.failed is not None and not request.measured:
+            why = "" if untold else f" ({lookup.failed.message})"
+            unread = f"not pinned: the agent does not know what it consists of{why}"
+            text = _joined("" if request.keep == "never" else unread, text)
         if not request.remote:
             return "ready", text
         size = kit.units.format_size(request.remote)

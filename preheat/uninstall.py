@@ -58,7 +58,8 @@ async def _take(
         case "documents":
             await asyncio.to_thread(shutil.rmtree, name)
         case "partial layers":
-            await runtime.content.drop_partials(frozenset(inventory.ingests), ours_only=True)
+            for digest in inventory.ingests:
+                await runtime.content.abort(f"{base.OWN_PREFIX}{digest}")
         case "labels" if name.startswith(store.DURABLE):
             await runtime.layers.note(inventory.durable, durable=False)
         case "labels":

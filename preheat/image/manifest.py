@@ -7,7 +7,7 @@ config. The same code reads them from a registry and from the runtime's own stor
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ HUB_SERVER = "registry-1.docker.io"  # what answers
 HUB_LOGIN_KEY = f"https://{HUB_INDEX}/v1/"  # docker's key of its login
 HUB_HOSTS = frozenset({HUB, HUB_INDEX})
 MOST_LAYERS = 1024
+# In one of them: each takes many times its bytes in memory. Commas in texts count, too.
+MOST_VALUES = 500_000
+MOST_INDEXES = 3  # in one another
 # Of an index, a manifest or a config. A larger one is refused, wherever it comes from.
 LARGEST_DOCUMENT = 8 * 1024**2
 
@@ -131,6 +134,7 @@ class Layer:
     size: int  # compressed, as it is fetched
     media_type: str
     chain_id: str  # name of its unpacked snapshot
+    unpacked: int = 0  # bytes, as its last four say; 0: not known
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,8 @@ def chain_ids(diff_ids: list[str]) -> list[str]:
 
 def load(data: bytes, what: str) -> Mapping[str, Any]:
     """A JSON object. Raises BadImageError with ``what`` it is."""
+    if sum(data.count(each) for each in (b"{", b"[", b",")) > MOST_VALUES:
+        raise BadImageError(f"{what} has more than {MOST_VALUES} values")
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -221,7 +227,8 @@ def _runs(platform: str) -> list[Platform]:
 
 def for_platform(index: Mapping[str, Any], platform: str) -> Any:
     """The manifest for ``os/architecture[/variant]`` that containerd chooses too: that of the best
-    platform, and of equal ones the first. Another one would be waited for and never come."""
+    platform, of equal ones the first, and without any the first that names none. Another one would
+    be waited for and never come."""
     manifests = index.get("manifests")
     if not isinstance(manifests, list) or len(manifests) > 1000:
         raise BadImageError("the index does not list manifests")
@@ -229,26 +236,43 @@ def for_platform(index: Mapping[str, Any], platform: str) -> Any:
     for entry in manifests:
         given = entry.get("platform") if isinstance(entry, dict) else None
         if isinstance(given, dict):
-            parts = (str(given.get(name) or "") for name in ("os", "architecture", "variant"))
-            there.setdefault(_normal(*parts), entry)
+            there.setdefault(_platform(given), entry)
     for wanted in _runs(platform):
         if wanted in there:
             return there[wanted]
+    for entry in manifests:
+        if isinstance(entry, dict) and entry.get("platform") is None:
+            return entry
+    raise _other_platform(platform, there)
+
+
+def _platform(given: Mapping[str, Any]) -> Platform:
+    return _normal(*(str(given.get(name) or "") for name in ("os", "architecture", "variant")))
+
+
+def _other_platform(platform: str, there: Iterable[Platform]) -> NoPlatformError:
     names = ", ".join("/".join(filter(None, each)) for each in list(there)[:8])
-    raise NoPlatformError(f"it has no image for {platform}, only for {names}")
+    return NoPlatformError(f"it has no image for {platform}, only for {names}")
 
 
 async def shape(top: Target, read: Read, platform: str) -> Shape:
     """Read what ``top`` consists of. Raises BadImageError."""
-    documents = [(top.digest, top.size)]
+    documents, media_type = [(top.digest, top.size)], top.media_type
+    named = True  # whose platform is known without its config
     body = load(await read(top.digest), f"manifest {top.digest}")
-    if top.media_type in INDEX_TYPES or "manifests" in body:
-        digest, size, _ = descriptor(for_platform(body, platform), "the platform's manifest")
+    while media_type in INDEX_TYPES or "manifests" in body:
+        if len(documents) > MOST_INDEXES:
+            raise BadImageError(f"it has more than {MOST_INDEXES} indexes in one another")
+        entry = for_platform(body, platform)
+        named = isinstance(entry.get("platform"), dict)
+        digest, size, media_type = descriptor(entry, "the platform's manifest")
         documents.append((digest, size))
         body = load(await read(digest), f"manifest {digest}")
     config_digest, config_size, _ = descriptor(body.get("config"), "config")
     documents.append((config_digest, config_size))
     config = load(await read(config_digest), f"config {config_digest}")
+    if not named and (runs := _platform({**config, "variant": ""})) not in _runs(platform):
+        raise _other_platform(platform, [runs])
     listed = body.get("layers")
     rootfs = config.get("rootfs")
     diff_ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None

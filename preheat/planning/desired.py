@@ -27,6 +27,8 @@ _CLASSES: dict[base.By, int] = {"retained": 0, "policy": 2, "operator": 3}
 _DROPPED_CLASS = 1
 # How long an operator's request stays when the runtime lost what it had pinned.
 REQUEST_SECONDS = 86400.0
+# Clocks are set by less than this without a reason.
+AHEAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,11 @@ def newly_dropped(inventory: base.ImageInventory, requested: Mapping[str, Reques
 
 
 def stale_notes(
-    inventory: base.ImageInventory, requested: Mapping[str, Request]
+    inventory: base.ImageInventory, requested: Mapping[str, Request], now: float
 ) -> list[base.Hold]:
     """Notes about images that nobody requests and the node does not have, and notes that an image
-    was dropped which is requested again or no longer held.
+    was dropped which is requested again or no longer held. Also that its time was over at one that
+    is still to come: the clock was ahead, and no use would count.
     """
     names = {record.name for record in inventory.records}
     dropped = {each.ref for each in requested.values() if each.dropped_until is not None}
@@ -242,6 +245,8 @@ def stale_notes(
     def is_stale(hold: base.Hold) -> bool:
         if hold.state == "dropped":
             return hold.ref not in dropped
+        if hold.state == "expired" and hold.created > now + AHEAD_SECONDS:
+            return True
         return hold.ref not in requested and not (hold.state == "released" and hold.ref in names)
 
     return [hold for hold in inventory.held("note") if is_stale(hold)]

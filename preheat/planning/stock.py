@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -87,6 +88,8 @@ class ImageUses:
     def __init__(self, runtime: containerd.Containerd) -> None:
         self._runtime = runtime
         self._before: set[str] | None = None  # top digests in use at the last cycle
+        self._began = time.time()
+        self._seen: dict[str, float] = {}  # monotonic times at which holds of this run were seen
         self.used_bytes = 0
 
     async def note(self, inventory: base.ImageInventory) -> base.ImageInventory:
@@ -108,7 +111,22 @@ class ImageUses:
                     await self._runtime.content.note_use(digest, now)
         self._before = using
         last_used = dict(inventory.last_used) | dict.fromkeys(noted, now)
-        return dataclasses.replace(inventory, last_used=last_used)
+        last_used = {digest: min(at, now) for digest, at in last_used.items()}
+        return dataclasses.replace(inventory, last_used=last_used, holds=self._aged(inventory, now))
+
+    def _aged(self, inventory: base.ImageInventory, now: float) -> tuple[base.Hold, ...]:
+        """The holds, those of this run as old as the time that passed, whatever the clock was set
+        to meanwhile. So are those that a clock made that was ahead."""
+        at = time.monotonic()
+        own = {each.id for each in inventory.holds if each.created >= min(self._began, now)}
+        self._seen = {id: self._seen.get(id, at) for id in own}
+        found = []
+        for hold in inventory.holds:
+            since = now - (at - self._seen.get(hold.id, -math.inf))
+            created = since if hold.created > now else max(hold.created, since)
+            ahead = hold.state == "expired" and hold.created > now
+            found.append(hold if ahead else dataclasses.replace(hold, created=created))
+        return tuple(found)
 
 
 async def pinned(

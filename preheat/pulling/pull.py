@@ -5,18 +5,20 @@ them into the runtime's store first; so it does with those that it had begun.
 
 What a pull leaves: when done, a pin or nothing; when cancelled or failed, its hold with every byte
 so far, from which the next attempt continues; when out of space, nothing (the hold is ended at
-once); when corrupt, the hold without the half-fetched layers.
+once); when corrupt, the hold without the half-fetched layer that is.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterable,
@@ -28,11 +30,12 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+import kit.errors
 import kit.tasks
 from kit.pause import Bucket
 from preheat import settings
 from preheat.image import manifest
-from preheat.planning import desired
+from preheat.planning import desired, plan
 from preheat.pulling import heal
 from preheat.registry import client as registry
 from preheat.registry import credentials, estimate, failure, resolver
@@ -46,8 +49,11 @@ POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
 # After so many failed pulls of an image look-ups find out when the registry is back.
 PROBED_AFTER = 3
+# Of the time that a lease has: so long the agent writes below it before it is renewed.
+LAP = 0.25
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25
+_NAMED = re.compile(r"(layer-)?(sha256:[0-9a-f]{64})")
 
 
 class PullProgress:
@@ -152,8 +158,59 @@ class Writers:
         return sorted(layers, key=lambda layer: -self._demand[layer.digest])
 
 
+def spoilt(text: str, layers: Collection[str]) -> set[str]:
+    """The writes that the text of an error says are corrupt, among those of ``layers``. Others are
+    right, and may be somebody else's who waits for them; so may one of the runtime's (``layer-``)
+    when our own write of that layer failed."""
+    found = set()
+    for kind, digest in _NAMED.findall(text):
+        if digest in layers:
+            found |= {f"{kind}{digest}" if kind else "", f"{base.OWN_PREFIX}{digest}"}
+    return found - {""}
+
+
 class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
+
+
+class Footprint:
+    """What one pull takes of the disk. ``took``: bytes, when that was not enough for it."""
+
+    def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
+        self._pulls, self._request = pulls, request
+        self._free: int | None = None  # bytes when it began
+        self.took = 0
+
+    async def begin(self) -> None:
+        node = await self._disk()
+        self._free = None if node is None else node.free
+
+    async def check(self) -> None:
+        """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
+        When others filled the disk, the work loop pauses it, and its bytes stay."""
+        node = await self._disk()
+        if node is None or not node.pressed:
+            return
+        taken = self._taken(0 if node.lacks_inodes else node.free)
+        if taken > self._request.need:
+            self.took = taken
+            text = "it brought the disk to the kubelet's threshold, with more than was planned for"
+            raise PullError(self._request.ref, Kind.DISK, text)
+
+    def filled(self) -> None:
+        """It found no space."""
+        self.took = self.took or self._taken(0)
+
+    async def _disk(self) -> plan.Node | None:
+        with contextlib.suppress(kit.errors.AgentError):
+            return await self._pulls.disk()
+        return None
+
+    def _taken(self, free: int) -> int:
+        """Without what other pulls may have taken."""
+        every = self._pulls.running.items()
+        others = sum(each.need for ref, each in every if ref != self._request.ref)
+        return 0 if self._free is None else max(0, self._free - free - others)
 
 
 class Puller:
@@ -170,8 +227,12 @@ class Puller:
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
         self._layers = () if self._shape is None else self._shape.layers
+        failed = lookup.failed
+        self._unreadable = failed is not None and failed.kind is Kind.BAD_IMAGE
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
+        self.stalled = False
+        self.footprint = Footprint(pulls, request)
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
@@ -179,6 +240,7 @@ class Puller:
         try:
             await self._update_progress()
             self._before = self.progress.bytes_done
+            await self.footprint.begin()
             with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
@@ -186,7 +248,8 @@ class Puller:
             self.progress.pulled()
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
-            raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
+            found = failure.classify(self._ref.text, error, self._unreadable)
+            raise await self._clean_up(found, hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
         await self._end(hold)
@@ -234,18 +297,33 @@ class Puller:
         await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
+                self.footprint.filled()
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
-                digests = frozenset(self.progress.layers) | self.progress.seen.keys()
-                await self._runtime.content.drop_partials(digests)
+                layers = self.progress.layers.keys() | self.progress.seen.keys()
+                for write in spoilt(error.cause, layers):
+                    await self._runtime.content.abort(write)
         return error
 
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
-        """Fetch layers ourselves: under a limit, and those begun so."""
+        """Fetch layers ourselves, in laps: nobody can renew a lease below which something is
+        written. The next lap continues where the last one stopped."""
+        while True:
+            lap = asyncio.timeout(LAP * self._section.partial_keep)
+            try:
+                async with lap:
+                    return await self._fetch(hold)
+            except TimeoutError:
+                if not lap.expired():
+                    raise
+                await self._begin()
+
+    async def _fetch(self, hold: base.Hold) -> None:
+        """Those under a limit, and those begun so."""
         if self._shape is None or not self._runtime.layers.unpacks:
             return
         inventory = await self._runtime.inventory()
@@ -281,7 +359,7 @@ class Puller:
                     self._ref,
                 )
             except _Foreign:
-                await self._runtime.content.drop_partials(frozenset({layer.digest}), ours_only=True)
+                await self._runtime.content.abort(f"{base.OWN_PREFIX}{layer.digest}")
 
     async def _find(self, fresh: bool) -> credentials.Found:
         """The logins of this moment: a pull takes hours, and logins expire."""
@@ -315,6 +393,7 @@ class Puller:
             raise self._stalled() from None
 
     def _stalled(self) -> PullError:
+        self.stalled = True
         text = f"no progress for {self._section.stall_timeout:g} s"
         return PullError(self._ref.text, Kind.NETWORK, text)
 
@@ -325,7 +404,7 @@ class Puller:
             try:
                 return await self._attempt(hold, login)
             except base.RuntimeCallError as error:
-                raise failure.classify(self._ref.text, error) from error
+                raise failure.classify(self._ref.text, error, self._unreadable) from error
 
         image_id, _ = await credentials.attempt(self._find, ask)
         return image_id
@@ -337,15 +416,16 @@ class Puller:
             self._runtime.cri.pull(self._ref.text, login, hold.id, deadline), name="PullImage"
         )
         try:
-            last, since = self.progress.bytes_done, time.monotonic()
+            last, since = await self._pulls.flowing(self.progress), time.monotonic()
             while not pull.done():
                 await asyncio.wait({pull}, timeout=POLL_SECONDS)
                 if pull.done():
                     break
                 await self._update_progress()
-                now = time.monotonic()
-                if self.progress.bytes_done != last or self.progress.phase != "fetching":
-                    last, since = self.progress.bytes_done, now
+                await self.footprint.check()
+                now, flowing = time.monotonic(), await self._pulls.flowing(self.progress)
+                if flowing != last or self.progress.phase != "fetching":
+                    last, since = flowing, now
                 elif now - since > self._section.stall_timeout:
                     raise self._stalled()
             return await pull
@@ -406,6 +486,7 @@ class Running:
 
     progress: PullProgress
     task: asyncio.Task[None]
+    need: int  # bytes on disk, as it was planned
 
 
 class Pulls:
@@ -414,13 +495,14 @@ class Pulls:
     def __init__(
         self,
         runtime: containerd.Containerd,
-        client: registry.Registry,
         lookups: resolver.Resolver,
         healer: heal.Healer,
+        disk: Callable[[], Awaitable[plan.Node | None]],
         wake: Callable[[], None],
     ) -> None:
         self.runtime = runtime
-        self.client = client
+        self.client = lookups.client
+        self.disk = disk
         self.lookups = lookups
         self.limit = Limiter(self.section.bytes_per_second)
         self.writers = Writers()
@@ -435,6 +517,17 @@ class Pulls:
     @property
     def section(self) -> settings.PreheatSettings:
         return self.lookups.turns.section
+
+    async def flowing(self, progress: PullProgress) -> tuple[int, Mapping[str, int]]:
+        """What grows while a pull makes progress: the tag may have moved since its lookup, then the
+        runtime fetches layers that no pull of ours knows."""
+        known = set(progress.layers)
+        known.update(*(each.progress.layers for each in self.running.values()))
+        found: Mapping[str, base.Ingest] = {}
+        with contextlib.suppress(base.RuntimeCallError):
+            found = await self.runtime.content.ingests()
+        moving = {digest: each.offset for digest, each in found.items() if digest not in known}
+        return progress.bytes_done, moving
 
     def keep(self, refs: Collection[str]) -> None:
         """Forget what is not requested any more, and failures of what a tag named before."""
@@ -476,7 +569,7 @@ class Pulls:
     def start(self, request: desired.Request) -> None:
         puller = Puller(self, request)
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
-        self.running[request.ref] = Running(puller.progress, task)
+        self.running[request.ref] = Running(puller.progress, task, request.need)
         log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
 
     async def _run(self, request: desired.Request, puller: Puller) -> None:
@@ -500,11 +593,11 @@ class Pulls:
             # Waits grow while nothing comes; a registry that breaks off brings something each time.
             moved = error.kind is Kind.NETWORK and puller.moved
             attempts = 1 if known is None or moved else known.attempts + 1
-            self._failed(ref, error, attempts, puller.digest)
+            self._failed(ref, error, attempts, puller.digest, puller.footprint.took)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
-            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
-                self.lookups.probe(ref)  # the tag or the login may have changed
-            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+            again = error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER
+            # The tag or the login may have changed.
+            if again or puller.stalled or error.kind in (Kind.NOT_FOUND, Kind.AUTH):
                 self.lookups.probe(ref)
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)
@@ -516,9 +609,11 @@ class Pulls:
             self._wake_for_retry(ref)
             self._wake()
 
-    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+    def _failed(
+        self, ref: str, error: PullError, attempts: int, digest: str, took: int = 0
+    ) -> None:
         found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
-        self.failures[ref] = dataclasses.replace(found, digest=digest)
+        self.failures[ref] = dataclasses.replace(found, digest=digest, took=took)
         self.totals.failed[error.kind.value] += 1
 
     def _wake_for_retry(self, ref: str) -> None:

@@ -35,7 +35,7 @@ log = structlog.get_logger("preheat")
 # Changes that come together make one cycle.
 SETTLE_SECONDS = 0.05
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
-PRESSURE_KNOWN_SECONDS = 1.0
+DISK_KNOWN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Reconciler:
         )
         self.local = estimate.LocalImages(runtime)
         self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
-        self.pulls = pull.Pulls(runtime, client, self.resolver, self.healer, self.wake)
+        self.pulls = pull.Pulls(runtime, self.resolver, self.healer, self.disk, self.wake)
         self.uses = stock.ImageUses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
@@ -76,7 +76,7 @@ class Reconciler:
         self.version = ""
         self.last_cycle = time.monotonic()
         self._wake = asyncio.Event()
-        self._pressed = (0.0, False)  # monotonic time, answer
+        self._disk: tuple[float, plan.Node | None] = (0.0, None)  # monotonic time, answer
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -151,14 +151,16 @@ class Reconciler:
         """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
         return await asyncio.to_thread(stock.node, images_path, self.section, freeable)
 
-    async def pressed(self) -> bool:
-        """Whether the disk is under pressure; the answer is at most a second old."""
-        at, answer = self._pressed
+    async def disk(self) -> plan.Node | None:
+        """The images' disk as it was at most a second ago; None before the first cycle."""
         path = self.snapshot.inventory.images_path
-        if path and time.monotonic() - at > PRESSURE_KNOWN_SECONDS:
-            answer = (await self.node(path)).pressed
-            self._pressed = (time.monotonic(), answer)
-        return bool(path) and answer
+        if path and time.monotonic() - self._disk[0] > DISK_KNOWN_SECONDS:
+            self._disk = (time.monotonic(), await self.node(path))
+        return self._disk[1] if path else None
+
+    async def pressed(self) -> bool:
+        node = await self.disk()
+        return node is not None and node.pressed
 
     async def cycle(self) -> None:
         async with self.lock:
@@ -192,7 +194,7 @@ class Reconciler:
             self.healer.sizes = {d: shape.bytes_total for d, shape in inventory.shapes.items()}
             freeable = await self.local.freeable(inventory, [pin.parts for pin in pinned])
             node = await self.node(inventory.images_path, freeable)
-            self._pressed = (time.monotonic(), node.pressed)
+            self._disk = (time.monotonic(), node)
             self.durability.tend(requests, inventory, self.resolver, node.pressed)
             known = [each for each in requests.values() if each.digest or each.measured]
             decided = plan.decide(node, known, pinned, section.concurrency, now)
@@ -205,7 +207,7 @@ class Reconciler:
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
     ) -> None:
         """Note what the settings dropped just now, and end the notes that say nothing any more."""
-        for note in desired.stale_notes(inventory, requests):
+        for note in desired.stale_notes(inventory, requests, time.time()):
             await self.runtime.end(note)
         for ref in desired.newly_dropped(inventory, requests):
             await self.note(ref, "policy", "dropped")
@@ -228,7 +230,9 @@ class Reconciler:
             self.pulls.look_for(request.ref, inventory, served, "does not list it")
             if not served and lookup is not None and lookup.leaves_it_to_the_runtime:
                 blocked = "" if running else self._hurdle(request, "", lookup, inventory)
-                return desired.untold(request, self.section.unknown_image, running, blocked)
+                least = 0 if failed is None else failed.least("", time.time())
+                size = max(self.section.unknown_image, least)
+                return desired.untold(request, size, running, blocked)
             digest = here if served else ""
             return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
         digest = shape.top.digest
@@ -242,6 +246,7 @@ class Reconciler:
         cost = estimate.cost(shape, inventory, await self.local.usages(shape, inventory))
         known = "" if lookup is None or lookup.shape is None else digest
         self.resolver.turns.measured(request.ref, known, cost.fetch, present, time.time())
+        least = 0 if failed is None else failed.least(digest, time.time())
         blocked = ""
         if doubted and not running:
             blocked = durability.REASON
@@ -257,7 +262,7 @@ class Reconciler:
             measured=True,
             fetch=0 if present else cost.fetch,
             remote=estimate.remote_bytes(shape, inventory) if present else 0,
-            unpack=0 if present else cost.unpack,
+            unpack=0 if present else max(cost.unpack, least - cost.fetch),
             parts=await self.local.parts(shape, inventory) if present else cost.parts,
             running=running,
             blocked=blocked,

@@ -9,11 +9,14 @@ limit and is checked against its digest.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
+import math
 import re
 import ssl
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +33,16 @@ from preheat.runtimes import base
 CONNECT_SECONDS = 10.0
 DOCUMENT_SECONDS = 30.0
 BLOB_SILENCE_SECONDS = 60.0
+# Those of documents are theirs alone: layers hold their own for hours, two of each pull.
 MOST_CONNECTIONS = 16
+MOST_STREAMS = 32
 MOST_TOKENS = 256
 MOST_CONTEXTS = 64
+# A server that did not answer in time is asked after the others for so long.
+HUNG_SECONDS = 600.0
 CHUNK = 256 * 1024
+# gzip makes a thousandth of zeros: a smaller layer takes 128 MiB at most.
+LEAST_MEASURED = 128 * 1024
 _ACCEPT = ", ".join(sorted(manifest.INDEX_TYPES | manifest.MANIFEST_TYPES))
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 AnswerT = TypeVar("AnswerT")
@@ -41,11 +50,13 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True)
 class _Server:
-    """A host and what TLS with it takes; ``trouble``: why that cannot be had."""
+    """A host and what TLS with it takes; ``trouble``: why that cannot be had. ``connections``: at
+    most, of all servers together."""
 
     host: hosts.Host
     tls: ssl.SSLContext | None
     trouble: str = ""
+    connections: int = MOST_CONNECTIONS
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +64,7 @@ class _TokenQuestion:
     """A request to a token service: a POST with ``form``, else a GET with ``query``."""
 
     url: str
-    query: dict[str, str]
+    query: dict[str, str | list[str]]
     headers: dict[str, str]
     form: dict[str, str] | None = None
 
@@ -64,29 +75,31 @@ class Registry:
     def __init__(self, directories: Sequence[Path], known: documents.Documents) -> None:
         self._directories = tuple(directories)
         self.documents = known
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[int, aiohttp.ClientSession] = {}  # by how many connections it has
         self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
         self._contexts: LRUCache[tuple[hosts.Host, hosts.Seen], _Server] = LRUCache(MOST_CONTEXTS)
+        # Servers that hung, with the monotonic time.
+        self._hung: LRUCache[str, float] = LRUCache(MOST_CONTEXTS)
         self.requests = 0
 
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS),
+    def _connected(self, most: int) -> aiohttp.ClientSession:
+        if most not in self._sessions:
+            self._sessions[most] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=most),
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=CONNECT_SECONDS, sock_read=BLOB_SILENCE_SECONDS
                 ),
                 auto_decompress=False,
-                trust_env=True,
-                headers={"User-Agent": "nodeagent"},
+                middlewares=(_by_proxy,),
+                # Digests are of the bytes as they are.
+                headers={"User-Agent": "nodeagent", "Accept-Encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        return self._session
+        return self._sessions[most]
 
     async def close(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
         await self.documents.close()
 
     # --- images -----------------------------------------------------------------------------------
@@ -169,13 +182,44 @@ class Registry:
 
         manifests = {target.digest}
         try:
-            return await manifest.shape(target, read, platform)
+            found = await manifest.shape(target, read, platform)
+            sizes = [await self._unpacked(ref, layer, login) for layer in found.layers]
+            layers = zip(found.layers, sizes, strict=True)
+            measured = tuple(dataclasses.replace(each, unpacked=size) for each, size in layers)
+            return dataclasses.replace(found, layers=measured)
         except manifest.BadImageError as error:
             final = isinstance(error, manifest.NoPlatformError)
             raise PullError(ref.text, Kind.BAD_IMAGE, str(error), final=final) from error
 
+    async def _unpacked(
+        self, ref: manifest.Reference, layer: manifest.Layer, login: base.Login | None
+    ) -> int:
+        """What a packed layer says of itself in its last four bytes; each is asked once."""
+        if layer.size < LEAST_MEASURED or "gzip" not in layer.media_type:
+            return 0
+        known = await self.documents.size(layer.digest)
+        if known is None:
+            tail = b""
+            stream = self.blob(ref, layer.digest, layer.size - 4, login, MOST_CONNECTIONS)
+            try:
+                with _reaching(ref):
+                    async with asyncio.timeout(DOCUMENT_SECONDS), contextlib.aclosing(stream):
+                        # A server without ranges begins with what is skipped.
+                        while len(tail) < 4 and (chunk := await anext(stream, b"")):
+                            tail += chunk
+            except PullError:
+                return 0
+            known = int.from_bytes(tail, "little") if len(tail) == 4 else 0
+            await self.documents.put_size(layer.digest, known)
+        return known
+
     async def blob(
-        self, ref: manifest.Reference, digest: str, offset: int, login: base.Login | None
+        self,
+        ref: manifest.Reference,
+        digest: str,
+        offset: int,
+        login: base.Login | None,
+        connections: int = MOST_STREAMS,
     ) -> AsyncGenerator[bytes, None]:
         """The blob from ``offset`` on. The caller checks the digest (the runtime's store does).
 
@@ -184,10 +228,9 @@ class Registry:
         """
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         path = f"blobs/{digest}"
-        response = await _first(
-            await self._servers(ref, {"pull"}),
-            lambda each: self._open(each, ref, path, login, headers),
-        )
+        servers = await self._servers(ref, {"pull"})
+        servers = [dataclasses.replace(each, connections=connections) for each in servers]
+        response = await _first(servers, lambda each: self._open(each, ref, path, login, headers))
         try:
             before = _skipped(ref, response, offset)
             with _reaching(ref):
@@ -214,6 +257,8 @@ class Registry:
         if not found:
             text = f"hosts.toml of {ref.host} names no server with {' and '.join(sorted(needs))}"
             raise PullError(ref.text, Kind.NETWORK, text)
+        since = time.monotonic() - HUNG_SECONDS
+        found.sort(key=lambda each: self._hung.get(each[0].url, -math.inf) > since)
         return [await self._server(host, seen) for host, seen in found]
 
     def _hosts(self, name: str) -> list[tuple[hosts.Host, hosts.Seen]]:
@@ -239,13 +284,18 @@ class Registry:
         method: str = "GET",
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """An answer and its small body."""
-        with _reaching(ref):
-            async with asyncio.timeout(DOCUMENT_SECONDS):
-                response = await self._open(server, ref, path, login, {}, method)
-                try:
-                    body = await _body(response)
-                finally:
-                    response.release() if response.content.at_eof() else response.close()
+        try:
+            with _reaching(ref):
+                async with asyncio.timeout(DOCUMENT_SECONDS):
+                    response = await self._open(server, ref, path, login, {}, method)
+                    try:
+                        body = await _body(response)
+                    finally:
+                        response.release() if response.content.at_eof() else response.close()
+        except PullError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._hung[server.host.url] = time.monotonic()
+            raise
         if len(body) > manifest.LARGEST_DOCUMENT:
             text = f"{path} has more than {manifest.LARGEST_DOCUMENT} bytes"
             raise PullError(ref.text, Kind.BAD_IMAGE, text)
@@ -283,7 +333,7 @@ class Registry:
                 # Anonymous clients are over their limit, or not let in: a login may be.
                 status, asked = await self._challenge(server, ref)
             if status != 401 or attempt == 2:
-                raise _refused(ref, response.status, retry_after)
+                raise _refused(ref, response.status, retry_after, what=path)
             token = await self._authorize(server, ref, asked, login)
         raise AssertionError("unreachable")
 
@@ -307,7 +357,7 @@ class Registry:
         # A mirror of several registries cannot tell without it which one is meant.
         query = {"ns": server.host.namespace} if server.host.namespace else {}
         with _reaching(ref):
-            return await self._connected().request(
+            return await self._connected(server.connections).request(
                 method, url, params=query, headers=headers, ssl=_tls(server), allow_redirects=True
             )
 
@@ -344,7 +394,7 @@ class Registry:
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 self.requests += 1
                 # With the registry's trust settings: its CA is also that of its token service.
-                request = self._connected().request(
+                request = self._connected(MOST_CONNECTIONS).request(
                     *(method, question.url), params=question.query, data=question.form,
                     headers=headers, ssl=_tls(server),
                 )  # fmt: skip
@@ -354,6 +404,17 @@ class Registry:
                         retry_after = response.headers.get("Retry-After", "")
                         raise _refused(ref, response.status, retry_after, "its token service")
         return body
+
+
+async def _by_proxy(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """By the environment's proxy, for each redirect anew. aiohttp's own ``trust_env`` would also
+    send logins of ~/.netrc, and with them a private image looks public."""
+    proxy = urllib.request.getproxies().get(request.url.scheme)
+    if proxy and not urllib.request.proxy_bypass(request.url.host or ""):
+        request.update_proxy(type(request.url)(proxy), None, None)
+    return await handler(request)
 
 
 async def _first(
@@ -407,14 +468,16 @@ def _manifests_in(body: bytes) -> set[str]:
         return set()
 
 
-def _refused(ref: manifest.Reference, status: int, retry_after: str, who: str = "it") -> PullError:
+def _refused(
+    ref: manifest.Reference, status: int, retry_after: str, who: str = "it", what: str = ""
+) -> PullError:
     wait = failure.asked_wait(retry_after, time.time())
     if status in (401, 403):
         return PullError(ref.text, Kind.AUTH, f"{who} answered {status}")
     if status in (404, 410):
         return PullError(ref.text, Kind.NOT_FOUND, f"the registry answered {status}")
     if status == 416:
-        return PullError(ref.text, Kind.CORRUPT, "a blob is shorter than the manifest says")
+        return PullError(ref.text, Kind.CORRUPT, f"{what} is shorter than the manifest says")
     if status == 429:
         return PullError(ref.text, Kind.BUSY, f"{who} answered {status}", wait)
     if status in (408, 425) or status >= 500:
@@ -470,14 +533,15 @@ def _question(
         raise ValueError(f"unusable token service {realm[:80]!r}")
     if login is not None and parts.scheme == "http" and encrypted:
         raise ValueError("its token service uses plain http: no credentials sent")
-    query = {"service": asked.get("service", ""), "scope": f"repository:{path}:pull"}
+    service = asked.get("service", "")
+    # A proxy project (override_path) has its repositories under names that only it knows.
+    scopes = list(dict.fromkeys([f"repository:{path}:pull", *asked.get("scope", "").split()]))
     if login is not None and login.identity_token:
-        form = {"grant_type": "refresh_token", "client_id": "nodeagent"}
-        return _TokenQuestion(
-            realm, {}, {}, {**query, **form, "refresh_token": login.identity_token}
-        )
-    named = login is not None and bool(login.username)
-    return _TokenQuestion(realm, query, {"Authorization": _basic(login)} if named and login else {})
+        form = {"grant_type": "refresh_token", "client_id": "nodeagent", "service": service}
+        form |= {"scope": " ".join(scopes), "refresh_token": login.identity_token}
+        return _TokenQuestion(realm, {}, {}, form)
+    headers = {"Authorization": _basic(login)} if login is not None and login.username else {}
+    return _TokenQuestion(realm, {"service": service, "scope": scopes}, headers)
 
 
 def _token(body: bytes) -> str:

@@ -55,6 +55,14 @@ class Documents:
         if len(data) <= LARGEST:
             await self._do(lambda cache: cache.set(digest, data.decode("latin-1")))
 
+    async def size(self, digest: str) -> int | None:
+        """What ``put_size`` was told of a blob that is no document; not checked."""
+        found = await self._do(lambda cache: cache.get(f"size {digest}"))
+        return found if isinstance(found, int) else None
+
+    async def put_size(self, digest: str, size: int) -> None:
+        await self._do(lambda cache: cache.set(f"size {digest}", size))
+
     async def close(self) -> None:
         def end() -> None:
             if self._cache is not None:

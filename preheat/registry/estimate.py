@@ -1,7 +1,8 @@
 """What an image costs: bytes to fetch, bytes on disk, and what of it the node has already.
 
 A layer must be fetched when the node has neither its blob nor its unpacked snapshot; that is exact.
-What a layer takes unpacked is known when it is unpacked here, else guessed from its packed size.
+What a layer takes unpacked is known when it is unpacked here, else what the layer says of itself in
+its last bytes, else guessed from its packed size.
 
 ``parts`` of an image are everything that it keeps on disk, by key, in bytes. Images that share a
 layer share its key, so a union of parts counts the layer once.
@@ -129,6 +130,14 @@ def missing(shape: manifest.Shape, inventory: base.ImageInventory) -> tuple[mani
     return tuple(found.values())
 
 
+def _unpacked(layer: manifest.Layer) -> int:
+    """gzip says the size of its last member alone, and counts to 4 GiB before it begins anew."""
+    guess = layer.size * (1 if layer.media_type.endswith(".tar") else GUESSED_RATIO)
+    if layer.unpacked < layer.size or guess >= 1 << 32:
+        return max(guess, layer.unpacked)
+    return layer.unpacked
+
+
 def cost(
     shape: manifest.Shape, inventory: base.ImageInventory, unpacked: Mapping[str, int]
 ) -> Cost:
@@ -144,8 +153,7 @@ def cost(
         parts[_content_key(layer.digest)] = layer.size
     unpack = 0
     for layer in shape.layers:
-        ratio = 1 if layer.media_type.endswith(".tar") else GUESSED_RATIO
-        size = unpacked.get(layer.chain_id, layer.size * ratio)
+        size = unpacked.get(layer.chain_id, _unpacked(layer))
         parts[_snapshot_key(layer.chain_id)] = size
         if layer.digest in inventory.content:
             parts[_content_key(layer.digest)] = layer.size

@@ -48,7 +48,7 @@ _REMEDIES = {
     Kind.NETWORK: "the agent tries again and continues where the pull stopped",
     Kind.BUSY: "the agent waits and continues; spread the fleet wider (preheat.spread, "
     "preheat.fleet), log in, or use a mirror",
-    Kind.CORRUPT: "the agent dropped the half-fetched layers and fetches them again; check the "
+    Kind.CORRUPT: "the agent dropped the half-fetched layer and fetches it again; check the "
     "registry and any proxy in between",
     Kind.DISK: "the agent deleted what it had fetched; make room or lower pin_budget",
     Kind.BAD_IMAGE: "correct the image, the reference or preheat.platform, or whatever answers in "
@@ -96,12 +96,19 @@ class PullFailure:
     at: float = 0.0  # Unix time of the failure
     final: bool = False  # there is no such image
     digest: str = ""  # of the image that was pulled; empty: not known
+    took: int = 0  # bytes that it took of the disk, when it had not enough
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
         are missing or wrong are one image's, not those of another one that has its tag now. Nor of
         one that is known by now, when nothing was of what was pulled."""
         return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
+
+    def least(self, digest: str, now: float) -> int:
+        """Bytes that the image ``digest`` needs at least, as it filled the disk once; for an hour
+        for each attempt, because somebody else may have filled it."""
+        counts = self.digest == digest and now - self.at < 3600.0 * min(self.attempts, 24)
+        return self.took if counts else 0
 
     def spoils(self, digest: str) -> bool:
         """Whether the image ``digest`` is not to be trusted, although the runtime lists it."""
@@ -150,20 +157,25 @@ def asked_wait(retry_after: str, now: float) -> float | None:
 _WORDS: dict[Kind, str] = {
     Kind.DISK: "no space left|disk quota exceeded",
     Kind.CORRUPT: "unexpected commit (digest|size)|failed size validation|invalid checksum"
-    "|failed to validate|gzip: invalid|flate: corrupt|wrong diff id|mismatched image rootfs",
+    "|failed to validate|gzip: invalid|flate: corrupt",
     Kind.BUSY: r"\b429\b|too ?many ?requests|rate limit",
     Kind.AUTH: r"\b401\b|403 forbidden|unauthorized|authorization failed|access denied"
     "|authentication required|failed to fetch oauth token",
     Kind.BAD_IMAGE: "invalid reference|no match for platform|not acceptable"
-    "|unsupported media type|does not match any platform",
+    "|unsupported media type|does not match any platform|number of layers and diffids"
+    # The bytes are those that their digest says: fetching them again mends nothing.
+    "|mismatched image rootfs|wrong diff id|unmarshal image config|invalid tar header",
     Kind.NOT_FOUND: r"not found|manifest unknown|\b404\b",
 }
 
 
-def classify(ref: str, error: base.RuntimeCallError) -> PullError:
-    """What PullImage answered, as an error with its class."""
+def classify(ref: str, error: base.RuntimeCallError, unreadable: bool = False) -> PullError:
+    """What PullImage answered, as an error with its class. ``unreadable``: the lookup found no
+    image in what its registry has; when the runtime cannot tell either, the network is not why."""
     text = error.cause.lower()
     if isinstance(error, base.RuntimeGoneError):
+        return PullError(ref, Kind.RUNTIME, error.cause)
+    if isinstance(error, base.RuntimeSlowError) and "(PullImage)" not in error.thing:
         return PullError(ref, Kind.RUNTIME, error.cause)
     if isinstance(error, base.RuntimeSlowError):
         return PullError(ref, Kind.NETWORK, "the attempt took too long")
@@ -171,7 +183,8 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
         return PullError(
             ref,
             Kind.RUNTIME,
-            "its containerd lease ended meanwhile (another agent finished the pull)",
+            "its containerd lease ended meanwhile (another agent finished the pull, or the clock "
+            "was set)",
         )
     if error.code == "RESOURCE_EXHAUSTED":
         return PullError(ref, Kind.BUSY, error.cause)
@@ -180,4 +193,4 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
     for kind, words in _WORDS.items():
         if re.search(words, text):
             return PullError(ref, kind, error.cause)
-    return PullError(ref, Kind.NETWORK, error.cause)
+    return PullError(ref, Kind.BAD_IMAGE if unreadable else Kind.NETWORK, error.cause)

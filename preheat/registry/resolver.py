@@ -70,7 +70,7 @@ class Resolver:
         turns: schedule.Schedule,
         changed: Callable[[], None],
     ) -> None:
-        self._client = client
+        self.client = client
         self._logins = logins
         self.turns = turns
         self._changed = changed
@@ -177,20 +177,20 @@ class Resolver:
         lookup.mirrored = True  # unless its hosts.toml says otherwise
         found = await self.logins(ref)
         lookup.has_login = bool(found.logins)
-        lookup.mirrored = await self._client.is_mirrored(ref)
+        lookup.mirrored = await self.client.is_mirrored(ref)
 
         async def find(fresh: bool) -> credentials.Found:
             return await self.logins(ref, fresh=True) if fresh else found
 
         target, login = await credentials.attempt(
-            find, lambda login: self._client.resolve(ref, login)
+            find, lambda login: self.client.resolve(ref, login)
         )
         doubt = None
         if lookup.private is None or target.digest != old:
             shared = any(each.ref == text and each.share_private for each in section.images)
             if not shared:
                 lookup.private, doubt = await self._is_private(lookup, login)
-        lookup.shape = await self._client.shape(ref, target, section.platform, login)
+        lookup.shape = await self.client.shape(ref, target, section.platform, login)
         if doubt is not None:
             raise doubt  # so it is asked again soon
 
@@ -201,7 +201,7 @@ class Resolver:
         if login is None and not lookup.mirrored:
             return False, None  # its registry answered just now
         try:
-            return not await self._client.is_public(lookup.ref), None
+            return not await self.client.is_public(lookup.ref), None
         except PullError as error:
             # Without a login no secret is used for it, as far as this node knows.
             return None, error if lookup.has_login else None

@@ -109,13 +109,9 @@ class Hold:
 
 
 def hold_id(hold: Hold) -> str:
-    """The same for equal holds of any agent: two agents make one.
-
-    A note that the settings dropped an image stands beside what an operator said about it.
-    """
-    own = hold.digest if hold.role == "pin" else ""
-    if hold.role == "note" and hold.state == "dropped":
-        own = hold.state
+    """The same for equal holds of any agent: two agents make one. A note is of one state: that an
+    image is paused says nothing of its release."""
+    own = hold.digest if hold.role == "pin" else hold.state
     key = hashlib.sha256(f"{hold.ref}\n{own}".encode()).hexdigest()[:24]
     return f"{OWN_PREFIX}{hold.role}-{key}"
 

@@ -1,5 +1,6 @@
 """containerd's methods, each changing one with its check."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -155,13 +156,16 @@ CREATE_IMAGE = Method(_IMAGES + "Create", pb.CreateImageRequest, pb.ImageRespons
 UPDATE_IMAGE = Method(
     _IMAGES + "Update", pb.UpdateImageRequest, pb.ImageResponse, _check_update_image
 )
+CLEAR_MARK = dataclasses.replace(UPDATE_IMAGE, frees=True)
 UPDATE_CONTENT = Method(
     _CONTENT + "Update", pb.UpdateContentRequest, pb.ContentInfoResponse, _check_update_content
 )
 ABORT = Method(_CONTENT + "Abort", pb.AbortRequest, Empty, _check_abort)
 WRITE = Method(_CONTENT + "Write", pb.WriteContentRequest, pb.WriteContentResponse, _check_write)
 CREATE_LEASE = Method(_LEASES + "Create", pb.CreateLeaseRequest, Empty, _check_create_lease)
-DELETE_LEASE = Method(_LEASES + "Delete", pb.DeleteLeaseRequest, Empty, lambda r: check_lease(r.id))
+DELETE_LEASE = Method(
+    _LEASES + "Delete", pb.DeleteLeaseRequest, Empty, lambda r: check_lease(r.id), frees=True
+)
 ADD_RESOURCE = Method(_LEASES + "AddResource", pb.AddResourceRequest, Empty, _check_add_resource)
 
 PREPARE = Method(

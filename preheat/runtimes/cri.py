@@ -7,8 +7,10 @@ are the only ways to send one.
 
 Why a breaker: when the connection breaks on a changing call, the same call may kill the runtime
 again. Changing calls are then refused for a time that grows with each broken connection, however
-many calls were in flight on it. Reading calls are always allowed. A runtime that answers
-UNAVAILABLE itself (containerd does for a locked download) has not gone away.
+many calls were in flight on it. Reading calls are always allowed, and so are releases, unless one
+of them broke it. A call that was in flight for a while, as a pull is, did not break it: somebody
+restarted the runtime. A runtime that answers UNAVAILABLE itself (containerd does for a locked
+download) has not gone away.
 
 Why answers are decoded here: grpc logs an error of a deserialiser and returns None instead of the
 answer. Here such an answer is a RuntimeCallError.
@@ -56,6 +58,8 @@ _LEASE = re.compile(rf"{base.OWN_PREFIX}[a-z0-9-]{{1,80}}")
 # Changing calls rest for so long after the runtime went away for the first, second, … time.
 REST_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0)
 TRIPS_FORGOTTEN_SECONDS = 900.0
+# A call that is in flight for longer is not what the runtime died of.
+EVIDENCE_SECONDS = 10.0
 
 
 def decode(kind: type[ResponseT], data: bytes, what: str) -> ResponseT:
@@ -67,12 +71,14 @@ def decode(kind: type[ResponseT], data: bytes, what: str) -> ResponseT:
 
 @dataclass(frozen=True)
 class Method(Generic[RequestT, ResponseT]):
-    """A remote method. It has a ``check`` exactly when it changes something."""
+    """A remote method. It has a ``check`` exactly when it changes something. ``frees``: it only
+    lets go of what we held."""
 
     path: str
     request: type[RequestT]
     response: type[ResponseT]
     check: Callable[[RequestT], None] | None = None
+    frees: bool = False
 
     def decode(self, data: bytes) -> ResponseT:
         return decode(self.response, data, f"the answer of the {self._name}")
@@ -118,11 +124,13 @@ class Breaker:
         self._clock = clock
         self._open_until = 0.0
         self._last_trip = 0.0
+        self._by_release = False
         self.in_row = 0
         self.total = 0
 
-    def trip(self) -> None:
+    def trip(self, method: Method[Any, Any]) -> None:
         now = self._clock()
+        self._by_release = method.frees
         if now - self._last_trip > TRIPS_FORGOTTEN_SECONDS + REST_SECONDS[-1]:
             self.in_row = 0
         self.in_row += 1
@@ -135,13 +143,21 @@ class Breaker:
         """Seconds until changing calls are allowed again; 0 when they are."""
         return max(0.0, self._open_until - self._clock())
 
-    def check(self) -> None:
-        if self.rests:
+    def check(self, method: Method[Any, Any]) -> None:
+        if self.rests and (self._by_release or not method.frees):
             raise base.BreakerOpenError(
                 "the container runtime",
                 f"it went away after a changing call ({self.in_row} times in a row)",
                 f"the agent changes nothing for {self.rests:.0f} s; see the runtime's log",
             )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """When a call began: monotonic time, and how many connections had broken."""
+
+    broken: int
+    at: float
 
 
 class Connection:
@@ -226,32 +242,33 @@ class Connection:
         require(isinstance(request, method.request), "a request of another method")
         method.check(request)
         require(request.ByteSize() <= LARGEST_REQUEST, "a request over 4 MiB")
-        self.breaker.check()
+        self.breaker.check(method)
         if lease is None:
             return self._metadata
         check_lease(lease)
         return (*self._metadata, ("containerd-lease", lease))
 
     async def failure(
-        self, method: Method[Any, Any], error: grpc.aio.AioRpcError, broken: int
+        self, method: Method[Any, Any], error: grpc.aio.AioRpcError, sent: Sent
     ) -> base.RuntimeCallError:
-        """The error of a call that began when ``broken`` connections had broken.
-
-        A changing call trips the breaker, once for each connection that broke. One that was never
-        made is no reason.
-        """
-        gone = error.code() in _BROKEN and await self._is_gone(broken)
-        if gone and method.check is not None and self.broken > self._tripped:
+        """A changing call trips the breaker, once for each connection that broke below it. One that
+        was never made is no reason."""
+        young = time.monotonic() - sent.at < EVIDENCE_SECONDS
+        gone = error.code() in _BROKEN and await self._is_gone(sent.broken)
+        evidence = gone and young and method.check is not None
+        if evidence and self.broken > max(sent.broken, self._tripped):
             self._tripped = self.broken
-            self.breaker.trip()
+            self.breaker.trip(method)
         return method.error(error, gone=gone)
 
     async def _is_gone(self, broken: int) -> bool:
+        # Now: a call that found nobody to connect to fails some moments before the next attempt.
+        away = self.channel().get_state() != grpc.ChannelConnectivity.READY
         if self.broken == broken:
             self._break.clear()
             await kit.tasks.until(self._break, _BREAK_TOLD_SECONDS)
-        state = self.channel().get_state()
-        return self.broken > broken or state != grpc.ChannelConnectivity.READY
+        away = away or self.channel().get_state() != grpc.ChannelConnectivity.READY
+        return away or self.broken > broken
 
     async def _unary(
         self,
@@ -262,11 +279,11 @@ class Connection:
     ) -> ResponseT:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         call = self.channel().unary_unary(method.path)
-        broken = self.broken
+        sent = Sent(self.broken, time.monotonic())
         try:
             data = await call(request.SerializeToString(), metadata=metadata, timeout=deadline)
         except grpc.aio.AioRpcError as error:
-            raise await self.failure(method, error, broken) from None
+            raise await self.failure(method, error, sent) from None
         return method.decode(data)
 
     async def stream(
@@ -279,13 +296,13 @@ class Connection:
         assert method.check is None, method.path
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         start = self.channel().unary_stream(method.path)
-        broken = self.broken
+        sent = Sent(self.broken, time.monotonic())
         call = start(request.SerializeToString(), metadata=self._metadata, timeout=deadline)
         try:
             async for data in call:
                 yield method.decode(data)
         except grpc.aio.AioRpcError as error:
-            raise await self.failure(method, error, broken) from None
+            raise await self.failure(method, error, sent) from None
         finally:
             call.cancel()
 
@@ -301,26 +318,26 @@ class Exchange(Generic[RequestT, ResponseT]):
         self._lease = lease
         self._call: Any = None
 
-    async def send(self, request: RequestT) -> ResponseT:
+    async def send(self, request: RequestT, deadline: float = CHANGE_SECONDS) -> ResponseT:
         metadata = self._connection.checked(self._method, request, self._lease)
         if self._call is None:
             stream: Any = self._connection.channel().stream_stream(self._method.path)
             self._call = stream(metadata=metadata)
-        broken = self._connection.broken
+        sent = Sent(self._connection.broken, time.monotonic())
         try:
-            async with asyncio.timeout(CHANGE_SECONDS):
+            async with asyncio.timeout(deadline):
                 await self._call.write(request.SerializeToString())
                 answer = await self._call.read()
                 if answer is grpc.aio.EOF:
                     raise await self._ended()
         except grpc.aio.AioRpcError as error:
-            raise await self._connection.failure(self._method, error, broken) from None
+            raise await self._connection.failure(self._method, error, sent) from None
         except asyncio.InvalidStateError:  # the stream ended while we wrote
             ended = await self._ended()
-            raise await self._connection.failure(self._method, ended, broken) from None
+            raise await self._connection.failure(self._method, ended, sent) from None
         except TimeoutError as error:
             raise base.RuntimeSlowError(
-                self._method.path, f"no answer in {CHANGE_SECONDS:.0f} s", "the agent tries again"
+                self._method.path, f"no answer in {deadline:.0f} s", "the agent tries again"
             ) from error
         return self._method.decode(answer)
 

@@ -119,8 +119,8 @@ def _target(text: str | None) -> manifest.Target | None:
     return target
 
 
-# A lease with less left than this is renewed when its pull starts again.
-LEAST_LEFT_SECONDS = 3600.0
+# A lease with less left than this share of its time is renewed when its pull starts again.
+LEAST_LEFT = 0.5
 RENEWAL = "-renew"
 
 
@@ -153,8 +153,9 @@ class Leases:
             await self._create(hold)
             return hold
         wanted = dataclasses.replace(hold, created=0, expires=None)
+        least = LEAST_LEFT * ((hold.expires or 0.0) - time.time())
         if dataclasses.replace(there, created=0, expires=None) == wanted and (
-            hold.expires is None or (there.expires or 0) > time.time() + LEAST_LEFT_SECONDS
+            hold.expires is None or (there.expires or 0.0) - time.time() > least
         ):
             return there
         return await self.renew(there, hold)
@@ -278,7 +279,8 @@ class Marks:
         record.labels.update(wanted)
         request = pb.UpdateImageRequest(image=record, update_mask=api.label_mask(*labels()))
         with allowing("NOT_FOUND"):
-            await self._connection.change(api.UPDATE_IMAGE, request)
+            method = api.UPDATE_IMAGE if wanted else api.CLEAR_MARK
+            await self._connection.change(method, request)
 
     async def _shows(self, image_id: str) -> bool:
         deadline = time.monotonic() + HONOUR_SECONDS

@@ -30,6 +30,8 @@ _UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blo
 _REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
 _ORIGIN = "containerd.io/distribution.source."
 WRITE_CHUNK = 2 * 1024**2
+# How fast a busy disk reads or syncs a layer: what is there when a write resumes is hashed anew.
+SLOW_DISK = 10_000_000  # bytes per second
 DURABLE = "nodeagent/durable"
 _LOWER, _UPPER = "lowerdir=", "upperdir="
 
@@ -81,10 +83,12 @@ class Content:
             pb.WriteContentRequest, ref=f"{base.OWN_PREFIX}{digest}", total=size
         )
         labels = {f"{_ORIGIN}{origin.host}": origin.path}
+        deadline = cri.CHANGE_SECONDS + size // SLOW_DISK
         writer = cri.Exchange(self._connection, api.WRITE, hold.id)
         try:
             with allowing("ALREADY_EXISTS"):
-                offset = (await writer.send(request(action=pb.STAT, expected=digest))).offset
+                stat = request(action=pb.STAT, expected=digest)
+                offset = (await writer.send(stat, deadline)).offset
                 if offset < size:
                     async for chunk in source(offset):
                         for begin in range(0, len(chunk), WRITE_CHUNK):
@@ -93,22 +97,18 @@ class Content:
                             await writer.send(request(action=pb.WRITE, offset=offset, data=data))
                             offset += len(data)
                 await writer.send(
-                    request(action=pb.COMMIT, expected=digest, offset=offset, labels=labels)
+                    request(action=pb.COMMIT, expected=digest, offset=offset, labels=labels),
+                    deadline,
                 )
         finally:
             writer.close()
         # The store may have had the blob before, with no lease of ours on it.
         await self._leases.add(hold.id, holds.content(digest))
 
-    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Delete half-fetched blobs."""
-        kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self._connection.read(api.LIST_STATUSES, pb.ListRequest())
-        for each in answer.statuses:
-            kind, _, digest = each.ref.partition("-")
-            if digest in digests and kind in kinds:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self._connection.change(api.ABORT, pb.AbortRequest(ref=each.ref))
+    async def abort(self, write: str) -> None:
+        """Delete a half-fetched blob, if it is there."""
+        with contextlib.suppress(base.RuntimeCallError):
+            await self._connection.change(api.ABORT, pb.AbortRequest(ref=write))
 
     async def note_use(self, digest: str, when: float | None) -> None:
         """Store when the image was last used (Unix time)."""

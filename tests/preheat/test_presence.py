@@ -148,8 +148,8 @@ def push_index(rig: Rig, name: str, platforms: list[str]) -> tuple[str, list[reg
         size = one.documents - _config_size(rig, one)
         made.append(one)
         kind = registry.MANIFEST
-        entry = {"mediaType": kind, "digest": one.top, "size": size, "platform": platform}
-        entries.append(entry)
+        entry = {"mediaType": kind, "digest": one.top, "size": size}
+        entries.append(entry | ({"platform": platform} if platform else {}))
     body = {"schemaVersion": 2, "mediaType": registry.INDEX, "manifests": entries}
     rig.images.put_manifest("fw/choice", name, body)
     return f"{rig.gate.host}/fw/choice:{name}", made
@@ -174,6 +174,8 @@ async def test_manifest_is_chosen_as_the_runtime_chooses_it(rig: Rig) -> None:
         assert chosen is not None
         wanted[name] = made[chosen].config
         got[name] = status.id if status is not None else "not pulled"
+    # Their CRI wants the manifest of the other entry, which it did not fetch, and says so.
+    wanted["one without a platform"] = "not pulled"
     if rig.daemon.release == "sid":  # 2.x pulls no 386 for amd64, and says so
         wanted["386 where there is no other"] = "not pulled"
     assert got == wanted
@@ -191,6 +193,27 @@ async def test_index_with_variants_is_pulled_once(rig: Rig) -> None:
 
     assert (row.state, row.image_id) == ("ready", made[1].config)
     assert pulls == 1
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_index_below_an_index_is_pulled_pinned_and_counted(rig: Rig) -> None:
+    one = rig.images.push("fw/choice", "below", [registry.layer("below", 2000, 1)], index=False)
+    size = one.documents - _config_size(rig, one)
+    body = {"mediaType": registry.MANIFEST, "digest": one.top, "size": size}
+    for tag in ("inner", "nested"):
+        index = {"schemaVersion": 2, "mediaType": registry.INDEX, "manifests": [body]}
+        digest, size = rig.images.put_manifest("fw/choice", tag, index)
+        body = {"mediaType": registry.INDEX, "digest": digest, "size": size}
+    ref = f"{rig.gate.host}/fw/choice:nested"
+    async with rig.running(images=[{"ref": ref}]) as room:
+        first = await pinned(room, ref)
+        await until(lambda: not room.reconciler.pulls.running)
+        await room.reconciler.cycle()
+        kept = estimate.union(pin.parts for pin in room.reconciler.snapshot.pinned)
+
+    assert (first.state, first.image_id) == ("ready", one.config)
+    assert kept > 2000
 
 
 @pytest.mark.real

@@ -18,7 +18,7 @@ from preheat.image import manifest
 from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.pulling.reconciler import Snapshot
-from preheat.registry import estimate
+from preheat.registry import estimate, failure, resolver
 from preheat.runtimes import base
 from tests.preheat.registry.test_estimate import shape_of
 from tests.preheat.rig import Reported
@@ -94,6 +94,29 @@ def test_page_shows_each_image_and_the_disk(room: Preheat) -> None:
     assert "dropped from policy; released at" in shown["r.e/b:v1"][3].below[0].text
     room.reconciler.trouble = "it does not answer"
     assert api.sections(room)[0].summary == "it does not answer"
+
+
+@pytest.mark.parametrize(
+    ("more", "tells"),
+    [
+        ({}, True),
+        ({"keep": "never"}, False),
+        ({"measured": True, "digest": "sha256:d"}, False),
+    ],
+)
+def test_an_image_that_cannot_be_read_tells_why_it_is_not_pinned(
+    room: Preheat, more: dict[str, Any], tells: bool
+) -> None:
+    lookup = resolver.Lookup(manifest.parse(REF))
+    error = failure.PullError(REF, failure.Kind.BAD_IMAGE, "config is not a descriptor")
+    lookup.failed = failure.after(error, 1, 0.0)
+    room.reconciler.resolver._lookups[REF] = lookup
+    request = Request(REF, "policy", **{"present": True, **more})
+    room.reconciler.snapshot = Snapshot(requests={REF: request}, node=node(), at=1.0)
+    row = status.image(room.reconciler, request)
+    assert row.state == "ready"
+    assert ("not pinned: the agent does not know" in row.reason) is tells
+    assert "config is not a descriptor" in row.reason or not tells
 
 
 def test_page_is_bounded(room: Preheat) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 import ssl
@@ -95,6 +96,11 @@ class Front:
         self.deaths = 0  # how often that happens
         self.wanted_header: tuple[str, str] | None = None
         self.broken_documents = False  # what lookups of the agent get is not JSON
+        # What it has itself, by path: content type and bytes. Such a front needs no upstream.
+        self.files: dict[str, tuple[str, bytes]] = {}
+        self.project = ""  # a proxy project: the path before each repository, and in its scopes
+        self.compresses = False  # documents, for clients that take that
+        self.hangs = False  # takes requests and never answers
         self.page = False  # 200 and a page of HTML to everything, as a captive portal
         self.refuses_agent = False  # 403 to the agent, as a firewall that knows containerd only
         self.blob_bytes = 0  # sent so far
@@ -147,6 +153,7 @@ class Front:
             await self._client.close()
             await self._runner.cleanup()
 
+        self.hangs, self.rate = False, 0
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(waiting.limit(10))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -163,6 +170,10 @@ class Front:
             "Authorization" in request.headers, request.headers.get("User-Agent", ""),
             dict(request.headers),
         )  # fmt: skip
+        if self.hangs:
+            self.seen.append(seen)
+            while self.hangs:
+                await asyncio.sleep(0.02)
         answers: list[Callable[[web.Request], Awaitable[web.StreamResponse | None]]]
         answers = [self._token, self._gate, self._redirect, self._broken]
         for each in answers:
@@ -184,11 +195,14 @@ class Front:
             return web.json_response({}, status=429, headers={"Retry-After": self.token_wait})
         if request.method == "POST":  # as registries without OAuth
             return web.json_response({}, status=405)
+        scopes = [each.split(":") for each in request.query.getall("scope", [])]
+        if self.project:
+            given = any(each[1].startswith(f"{self.project}/") for each in scopes)
+            return web.json_response({"token": "project" if given else "nothing"})
         if self._named(request):
             return web.json_response({"token": "named"})
         if "Authorization" in request.headers:
             return web.json_response({}, status=401)
-        scopes = [each.split(":") for each in request.query.getall("scope", [])]
         path = next((each[1] for each in scopes if each[0] == "repository"), "")
         actions = ["pull"] if self.anonymous_limit else []
         claims = {"access": [{"type": "repository", "name": path, "actions": actions}]}
@@ -206,9 +220,15 @@ class Front:
             and request.headers.get(self.wanted_header[0]) != (self.wanted_header[1])
         ):
             return web.json_response({}, status=403)
+        token = request.headers.get("Authorization", "")
+        if self.project:
+            if token == "Bearer project":
+                return None
+            path = "/".join(request.path.split("/")[2:-2])
+            challenge = f'Bearer realm="{self.url}/token",scope="repository:{path}:pull"'
+            return web.json_response({}, status=401, headers={"WWW-Authenticate": challenge})
         if self.login is None or self._named(request):
             return None
-        token = request.headers.get("Authorization", "")
         base = request.path == "/v2/"  # as Docker Hub: it says how to log in, whatever the limit
         if self.anonymous_limit and not base and (not self.bearer or token.startswith("Bearer x.")):
             if sum(not each.authorized or self.bearer for each in self.seen) < self.anonymous_limit:
@@ -238,7 +258,10 @@ class Front:
         kept = {k: v for k, v in request.headers.items() if k in ("Accept", "Range")}
         if not self.ranges:
             kept.pop("Range", None)
-        url = f"http://127.0.0.1:{self._upstream}{request.path}"
+        path = request.path.replace(f"/v2/{self.project}/", "/v2/", 1)
+        if path in self.files:
+            return await self._own(request, *self.files[path])
+        url = f"http://127.0.0.1:{self._upstream}{path}"
         async with self._client.request(request.method, url, headers=kept) as answer:
             headers = {k: answer.headers[k] for k in _COPIED if k in answer.headers}
             response = web.StreamResponse(status=answer.status, headers=headers)
@@ -248,6 +271,30 @@ class Front:
                 with contextlib.suppress(ConnectionError):
                     await self._stream(request, answer, response, blob)
             return response
+
+    async def _own(self, request: web.Request, kind: str, data: bytes) -> web.StreamResponse:
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        headers = {"Content-Type": kind, "Docker-Content-Digest": digest}
+        if span := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "") * self.ranges):
+            start, whole = int(span[1]), len(data)
+            data = data[start:]
+            headers["Content-Range"] = f"bytes {start}-{start + len(data) - 1}/{whole}"
+        response = web.StreamResponse(status=206 if span else 200, headers=headers)
+        if self.compresses and "/manifests/" in request.path:
+            response.enable_compression()  # as the client's Accept-Encoding has it
+        else:
+            response.content_length = len(data)
+        await response.prepare(request)
+        for begin in range(0, len(data), CHUNK) if request.method != "HEAD" else ():
+            chunk = data[begin : begin + CHUNK]
+            with contextlib.suppress(ConnectionError):
+                await response.write(chunk)
+            if "/blobs/" in request.path:
+                self.blob_bytes += len(chunk)
+                ends = self._loop.time() + len(chunk) / (self.rate or 1e9)
+                while self.rate and self._loop.time() < ends:
+                    await asyncio.sleep(0.02)
+        return response
 
     async def _stream(
         self,

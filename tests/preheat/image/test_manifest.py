@@ -92,6 +92,53 @@ async def test_shape_reads_index_manifest_and_config() -> None:
     assert shape.bytes_total == sum(size for _, size in shape.documents) + 1 + 2
 
 
+def nested(documents: Documents, indexes: int, **config: str) -> manifest.Target:
+    """An image below so many indexes whose entries have no platform."""
+    config = config or {"os": "linux", "architecture": "amd64"}
+    made = documents.put({"rootfs": {"diff_ids": [DIGEST]}, **config})
+    body: object = {"config": made, "layers": [{"digest": DIGEST, "size": 1}]}
+    for _ in range(indexes):
+        body = {"manifests": [documents.put(body)]}
+    return top_of(documents, body, INDEX if indexes else OCI)
+
+
+@pytest.mark.parametrize("indexes", range(4))
+async def test_indexes_in_one_another_are_followed(indexes: int) -> None:
+    """buildx makes them for images with attestations."""
+    documents = Documents()
+    shape = await manifest.shape(nested(documents, indexes), documents.read, "linux/amd64")
+    assert len(shape.documents) == indexes + 2
+    assert len(shape.layers) == 1
+
+
+async def test_indexes_in_one_another_end() -> None:
+    documents = Documents()
+    with pytest.raises(manifest.BadImageError, match="more than 3 indexes in one another"):
+        await manifest.shape(nested(documents, 4), documents.read, "linux/amd64")
+
+
+@pytest.mark.parametrize(
+    ("config", "runs"),
+    [
+        ({"os": "linux", "architecture": "amd64"}, True),
+        ({"os": "linux", "architecture": "386"}, True),
+        ({"os": "linux"}, False),
+        ({"os": "linux", "architecture": "arm64"}, False),
+        ({"os": "windows", "architecture": "amd64"}, False),
+    ],
+)
+async def test_the_config_decides_where_an_index_names_no_platform(
+    config: dict[str, str], runs: bool
+) -> None:
+    documents = Documents()
+    top = nested(documents, 1, **config)
+    if runs:
+        await manifest.shape(top, documents.read, "linux/amd64")
+        return
+    with pytest.raises(manifest.NoPlatformError, match="no image for linux/amd64, only for"):
+        await manifest.shape(top, documents.read, "linux/amd64")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -108,6 +155,17 @@ async def test_shape_refuses_malformed_documents(value: object) -> None:
 
     with pytest.raises(manifest.BadImageError):
         await manifest.shape(top, documents.read, "linux/amd64")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" + b"{}," * 600_000 + b"0]", b'{"a":' + b"[" + b"1," * 600_000 + b"1]}"],
+    ids=["objects", "numbers"],
+)
+def test_a_document_of_very_many_values_is_not_read(body: bytes) -> None:
+    """8 MiB of empty objects are 300 MB of memory, for anybody's image on the node."""
+    with pytest.raises(manifest.BadImageError, match="more than 500000 values"):
+        manifest.load(body, "config")
 
 
 async def test_shape_refuses_layers_without_matching_ids() -> None:
@@ -137,20 +195,28 @@ CHOICES: dict[str, tuple[str, list[str], int | None]] = {
     "v8 is arm64": ("linux/arm64/v8", ["linux/arm64"], 0),
     "arm64 runs arm": ("linux/arm64", ["linux/arm/v6", "linux/arm/v7"], 1),
     "arm is v7": ("linux/arm/v7", ["linux/arm/v8", "linux/arm/v6", "linux/arm"], 2),
+    "one without a platform": ("linux/amd64", ["linux/arm64", "-"], 1),
+    "the first of those without": ("linux/amd64", ["-", "-"], 0),
+    "one without comes last": ("linux/amd64", ["-", "linux/386", "linux/amd64"], 2),
     "armhf is arm v7": ("linux/arm/v7", ["linux/armel", "linux/armhf"], 1),
 }
 
 
-def index_of(platforms: list[str]) -> list[dict[str, str]]:
-    """The platform of each entry of an index."""
+def index_of(platforms: list[str]) -> list[dict[str, str] | None]:
+    """The platform of each entry of an index; ``-``: none, which the specification allows."""
     names = ("os", "architecture", "variant")
-    return [dict(zip(names, text.split("/"), strict=False)) for text in platforms]
+    return [
+        None if text == "-" else dict(zip(names, text.split("/"), strict=False))
+        for text in platforms
+    ]
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_manifest_is_chosen_as_containerd_chooses(case: str) -> None:
     platform, there, wanted = CHOICES[case]
+    entries: list[dict[str, object]]
     entries = [{"n": n, "platform": each} for n, each in enumerate(index_of(there))]
+    entries = [each if each["platform"] else {"n": each["n"]} for each in entries]
     if wanted is None:
         with pytest.raises(manifest.NoPlatformError, match="no image for linux/amd64, only for"):
             manifest.for_platform({"manifests": entries}, platform)

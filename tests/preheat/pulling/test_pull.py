@@ -43,6 +43,28 @@ def test_layers_that_more_pulls_wait_for_come_first() -> None:
     assert both == [shared, own]
 
 
+ONE, OTHER = ("sha256:" + letter * 64 for letter in "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "spoilt"),
+    [
+        (
+            f'failed commit on ref "layer-{ONE}": unexpected commit digest {OTHER}, expected {ONE}',
+            {f"layer-{ONE}", f"nodeagent-{ONE}"},
+        ),
+        # Ours: what the runtime fetches of the same layer is somebody else's.
+        (f"unexpected commit digest {OTHER}, expected {ONE}", {f"nodeagent-{ONE}"}),
+        (f"{ONE} is shorter than the manifest says", {f"nodeagent-{ONE}"}),
+        (f'failed commit on ref "layer-{OTHER}": unexpected commit digest', set()),
+        ("gzip: invalid header", set()),
+    ],
+)
+def test_only_the_layer_that_the_error_names_is_begun_anew(text: str, spoilt: set[str]) -> None:
+    """The other half-fetched layers are right, and a pod may wait for them."""
+    assert pull.spoilt(text, {ONE, "sha256:" + "c" * 64}) == spoilt
+
+
 @pytest.fixture(scope="session")
 def big(images: registry.Registry) -> registry.Pushed:
     """300 MB in three layers."""
@@ -189,3 +211,23 @@ async def test_operators_pull_survives_sigkill_of_the_agent(
     assert shown["state"] == "ready"
     assert shown["pinned"] is True
     assert shown["bytes_total"] == shown["bytes_done"] == big.fetched
+
+
+@real
+async def test_corrupt_layer_leaves_the_download_of_a_waiting_pod(rig: Rig) -> None:
+    """Both images have a layer that the runtime fetches for the kubelet."""
+    shared = registry.layer("pod-base", 6 * MB, 91)
+    waited = rig.push("fw/pod:v1", [shared])
+    bad = rig.push("fw/corrupt:v1", [shared, registry.layer("corrupt", MB // 4, 92)])
+    rig.gate.corrupt = {bad.pushed.layers[1].digest}
+    rig.gate.pause_at = 3 * MB
+    pod = asyncio.create_task(rig.kubelet.pull(waited.ref))
+    await until(lambda: rig.gate.blob_bytes >= 3 * MB, what="half of the layer")
+    async with rig.running(images=[{"ref": bad.ref}], bytes_per_second=16 * MB) as room:
+        failed = room.reconciler.pulls.totals.failed
+        await until(lambda: failed["corrupt"] > 0, what="the corrupt layer")
+        rig.gate.pause_at = 0
+        await pod
+        there = await rig.kubelet.status(waited.ref)
+
+    assert there is not None

@@ -67,10 +67,25 @@ async def test_image_that_does_not_fit_is_skipped_unfetched(small: Rig) -> None:
         skip = room.reconciler.snapshot.decided.skips[0]
 
     layer = image.pushed.layers[0].digest
-    assert not [s for s in small.gate.requests() if layer in s.path]
+    asked = [s for s in small.gate.requests() if layer in s.path]
+    assert [(s.agent, s.bytes) for s in asked] == [("nodeagent", 4)]  # how large it becomes
     assert skip.reason == "disk"
     assert skip.need > 2 * 39 * MB
     assert "free below the kubelet" in row.reason
+
+
+async def test_layer_that_shrinks_well_is_skipped_unfetched(small: Rig) -> None:
+    """A log of zeros, as useradd makes for a large id."""
+    zeros = registry.layer_of({"var/log/lastlog": bytes(200 * MB)})
+    image = small.push("fw/zeros:v1", [zeros])
+    thresholds = {"high": 85, "low": 80, "free": "10%"}
+    async with small.running(images=[{"ref": image.ref}], thresholds=thresholds) as room:
+        row = await state(room, image.ref, "skipped")
+
+    assert len(zeros.packed) < MB
+    assert row.bytes_unpacked > 200 * MB
+    asked = [seen.agent for seen in small.gate.requests() if zeros.digest in seen.path]
+    assert asked == ["nodeagent"]
 
 
 async def test_no_space_midway_gives_every_byte_back(small: Rig) -> None:

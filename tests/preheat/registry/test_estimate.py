@@ -44,6 +44,25 @@ def test_cost_counts_what_the_node_lacks() -> None:
     assert not estimate.is_here(shape, inventory)
 
 
+@pytest.mark.parametrize(
+    ("size", "says", "media_type", "takes"),
+    [
+        (100, 0, "tar+gzip", 300),  # nothing is known
+        (100, 110, "tar+gzip", 110),
+        (100, 90_000, "tar+gzip", 90_000),  # zeros
+        (100, 40, "tar+gzip", 300),  # of the last of several members
+        (100, 0, "x.tar", 100),
+        (2 * 2**30, 3 * 2**30, "tar+gzip", 6 * 2**30),  # it counts to 4 GiB, then from 0
+    ],
+)
+def test_a_layer_takes_what_it_says_or_what_is_usual(
+    size: int, says: int, media_type: str, takes: int
+) -> None:
+    layer = manifest.Layer(DIGEST, size, media_type, DIGEST, says)
+    shape = manifest.Shape(manifest.Target("t", DIGEST, 1), (), (layer,), DIGEST)
+    assert estimate.cost(shape, base.ImageInventory(), {}).unpack == takes
+
+
 def test_union_counts_shared_parts_once() -> None:
     base_image, app = shape_of("a", "b"), shape_of("a", "b", "c")
     costs = [estimate.cost(each, base.ImageInventory(), {}).parts for each in (base_image, app)]

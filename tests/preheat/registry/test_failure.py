@@ -22,6 +22,11 @@ from preheat.runtimes import base
         ("failed to copy: httpReadSeeker: 429 Too Many Requests", "UNKNOWN", "busy"),
         ("toomanyrequests: You have reached your pull rate limit", "UNKNOWN", "busy"),
         ("blob sha256:0429040104 is cut off: unexpected EOF", "UNKNOWN", "network"),
+        ("number of layers and diffIDs don't match: 1 != 2", "UNKNOWN", "bad_image"),
+        ("mismatched image rootfs and manifest layers", "UNKNOWN", "bad_image"),
+        ('wrong diff id calculated on extraction "sha256:1"', "UNKNOWN", "bad_image"),
+        ("unmarshal image config: unexpected end of JSON input", "UNKNOWN", "bad_image"),
+        ("failed to extract layer x: archive/tar: invalid tar header", "UNKNOWN", "bad_image"),
         ("something nobody has seen", "UNKNOWN", "network"),
     ],
 )
@@ -32,9 +37,12 @@ def test_classify_knows_the_runtimes_words(text: str, code: str, kind: str) -> N
 
 def test_classify_tells_gone_from_slow() -> None:
     gone = base.RuntimeGoneError("runtime", "no space left", "")
-    slow = base.RuntimeSlowError("runtime", "no space left", "")
+    slow = base.RuntimeSlowError("container runtime (PullImage)", "no space left", "")
+    busy = base.RuntimeSlowError("container runtime (Write)", "no answer in 30 s", "")
     assert failure.classify("r", gone).kind == "runtime"
     assert failure.classify("r", slow).kind == "network"
+    assert failure.classify("r", busy).kind == "runtime"
+    assert "no answer in 30 s" in str(failure.classify("r", busy))
 
 
 def test_waits_double_up_to_their_limit() -> None:

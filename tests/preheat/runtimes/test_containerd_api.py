@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,12 @@ def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     assert lease("pull", "sha256:1") == lease("pull", "sha256:2")
 
 
+def test_notes_of_different_states_stand_beside_one_another() -> None:
+    states = ("released", "paused", "done", "expired", "dropped")
+    ids = {base.hold_id(base.Hold("note", "r.e/a:b", "policy", state=each)) for each in states}
+    assert len(ids) == len(states)
+
+
 @pytest.mark.parametrize(
     "target", ["", "{}", "[]", "null", '{"media_type":"x","digest":"y","size":1}']
 )
@@ -84,6 +90,33 @@ def test_hold_of_ignores_nonsense(target: str) -> None:
     lease = pb.Lease(id="x", labels=labels | {"nodeagent/target": target})
 
     assert holds.hold_of(lease) is None
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1, 30.0), (10 * 10**9, 1030.0)])
+async def test_a_large_layer_has_time_to_be_hashed_and_synced(
+    size: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a write resumes containerd reads all that is there, and at its end syncs it."""
+    given: dict[int, float] = {}
+
+    async def send(_: Any, request: Any, deadline: float = cri.CHANGE_SECONDS) -> Any:
+        given[request.action] = deadline
+        return pb.WriteContentResponse(offset=0)
+
+    async def add(*_: Any) -> None:
+        """It has no lease."""
+
+    async def source(_: int) -> AsyncIterator[bytes]:
+        yield b"x"
+
+    monkeypatch.setattr(cri.Exchange, "send", send)
+    monkeypatch.setattr(holds.Leases, "add", add)
+    box = adapter.Containerd(Path("/nobody"))
+    hold = base.Hold("pull", "r.e/a:b", "policy", id="nodeagent-pull-x")
+    await box.content.write(DIGEST, size, source, hold, manifest.parse("r.e/a:b"))
+
+    assert given[pb.STAT] == given[pb.COMMIT] == seconds
+    assert given[pb.WRITE] == cri.CHANGE_SECONDS
 
 
 # --- changing calls -------------------------------------------------------------------------------
@@ -232,7 +265,7 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     with pytest.raises(base.RuntimeGoneError):
         await pull
     with pytest.raises(base.BreakerOpenError):
-        await box.end(hold)
+        await box.begin(base.Hold("note", image.ref, "operator", state="paused"))
     rig.daemon.start()
     await until(lambda: not box.connection.breaker.rests)
     await box.connect()

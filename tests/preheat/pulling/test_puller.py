@@ -1,0 +1,281 @@
+"""One pull, at a runtime that a test plays: what it asks of it, and when."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from preheat import settings
+from preheat.image import manifest
+from preheat.planning import desired, plan
+from preheat.pulling import pull
+from preheat.registry import failure, resolver
+from preheat.runtimes import base, containerd_api, holds
+from preheat.runtimes import containerd_pb2 as pb
+from tests.preheat.registry.test_estimate import shape_of
+from tests.testbed import constants
+
+REF = "r.e/fw/a:v1"
+SHAPE = shape_of("a", "b")
+
+
+class Runtime:
+    """A runtime without any layer; a test says what its calls do."""
+
+    def __init__(self) -> None:
+        self.begun: list[base.Hold] = []
+        self.ended: list[base.Hold] = []
+        self.aborted: list[str] = []
+        self.here: dict[str, int] = {}  # bytes of each layer
+        self.moved: dict[str, base.Ingest] = {}
+        self.content = self.cri = self.layers = self
+        self.unpacks = True
+        self.target = SHAPE.top
+        self.pulled: Callable[[], Any] = self.nothing
+        self.written: Callable[[str], Any] = self.nothing
+
+    async def nothing(self, *_: Any) -> str:
+        return ""
+
+    async def begin(self, hold: base.Hold) -> base.Hold:
+        self.begun.append(hold)
+        return hold
+
+    async def end(self, hold: base.Hold) -> None:
+        self.ended.append(hold)
+
+    async def pin(self, hold: base.Hold) -> base.Hold:
+        return hold
+
+    async def abort(self, write: str) -> None:
+        self.aborted.append(write)
+
+    async def ingests(self) -> Mapping[str, base.Ingest]:
+        return self.moved
+
+    async def inventory(self) -> base.ImageInventory:
+        return base.ImageInventory(records=(base.Record(REF, self.target),))
+
+    async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, base.LayerState]:
+        return {
+            each.digest: base.LayerState(self.here.get(each.digest, 0), unpacked=False)
+            for each in layers
+        }
+
+    async def pull(self, *_: Any) -> str:
+        return str(await self.pulled())
+
+    async def write(self, digest: str, *_: Any) -> None:
+        await self.written(digest)
+
+
+async def no_disk() -> plan.Node | None:
+    return None
+
+
+def puller(
+    runtime: Runtime,
+    rate: float | None = None,
+    disk: Any = None,
+    lookup_failed: str | None = None,
+    **more: Any,
+) -> pull.Puller:
+    section = constants.made(settings.PreheatSettings, **more)
+    lookup = resolver.Lookup(manifest.parse(REF), SHAPE if lookup_failed is None else None)
+    if lookup_failed is not None:
+        error = failure.PullError(REF, failure.Kind(lookup_failed), "x")
+        lookup.failed = failure.after(error, 1, 0.0)
+    lookups: Any = SimpleNamespace(
+        of=lambda _: lookup, client=None, turns=SimpleNamespace(section=section)
+    )
+    anything: Any = runtime
+    pulls = pull.Pulls(anything, lookups, lookups, disk or no_disk, lambda: None)
+    pulls.limit = pull.Limiter(rate)
+    other: Any = None
+    pulls.running["other"] = pull.Running(pull.PullProgress(SHAPE, 0), other, 50)
+    return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+async def test_own_writes_stop_now_and_then_for_a_renewal_of_their_lease() -> None:
+    """They last as long as the rate limit says, and a lease cannot be renewed below them."""
+    runtime = Runtime()
+
+    async def written(_: str) -> None:
+        if len(runtime.begun) < 3:  # both layers, in two laps
+            await asyncio.sleep(3600)
+
+    runtime.written = written
+    await puller(runtime, 1e6, partial_keep=2.0).run()
+
+    assert len(runtime.begun) == 3
+    assert len({base.hold_id(each) for each in runtime.begun}) == 1
+
+
+class Leases:
+    """A connection to a containerd that has one lease."""
+
+    def __init__(self, lease: base.Hold) -> None:
+        self.lease, self.calls = lease, list[str]()
+
+    async def read(self, method: Any, _: Any) -> Any:
+        if method is containerd_api.LIST_RESOURCES:
+            return pb.ListResourcesResponse()
+        labels = holds.lease_labels(self.lease)
+        return pb.ListLeasesResponse(leases=[pb.Lease(id=self.lease.id, labels=labels)])
+
+    async def change(self, method: Any, request: Any) -> None:
+        self.calls.append(method.path.rpartition("/")[2])
+        there = request.id == self.lease.id and "Delete" not in self.calls
+        if method is containerd_api.CREATE_LEASE and there:
+            raise base.RuntimeCallError("lease", "exists", "", "ALREADY_EXISTS")
+
+
+@pytest.mark.parametrize(("hours", "renewed"), [(23, False), (13, False), (11, True), (1.5, True)])
+async def test_a_pull_begins_with_half_of_its_leases_time(
+    hours: float, renewed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt may take two hours, and there may be several."""
+    now = 1_900_000_000.0
+    monkeypatch.setattr(holds, "time", SimpleNamespace(time=lambda: now))
+    hold = base.Hold("pull", REF, "policy", expires=now + 86400)
+    there = base.Hold("pull", REF, "policy", id=base.hold_id(hold), expires=now + hours * 3600)
+    connection = Leases(there)
+    await holds.Leases(connection).begin(hold)  # type: ignore[arg-type]
+
+    assert ("Delete" in connection.calls) is renewed
+
+
+@pytest.mark.parametrize("text", ["lease does not exist", 'lease "x": not found'])
+def test_an_ended_lease_is_told_with_all_its_causes(text: str) -> None:
+    found = failure.classify(REF, base.RuntimeCallError("r", text, "", "NOT_FOUND"))
+    assert found.kind is failure.Kind.RUNTIME
+    assert "another agent finished the pull, or the clock was set" in str(found)
+
+
+# --- the disk -------------------------------------------------------------------------------------
+
+
+def disk_of(*free: int, inodes: float = 1.0) -> Any:
+    """A disk of 1000 bytes with so many free, one after the other; pressed below 150."""
+    left = list(free)
+
+    async def disk() -> plan.Node:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        lacking = inodes if len(left) == 1 else 1.0
+        return plan.Node(*(1000, now, 0.85, 0.8, 0.0, 300), 0, lacking, 0.05)
+
+    return disk
+
+
+@pytest.mark.parametrize(
+    ("disk", "took"),
+    [
+        (disk_of(800, 700, 100), 650),  # beside 50 of another pull
+        (disk_of(800, 700, 690, inodes=0.01), 750),  # of files, not of bytes: all that was free
+        (disk_of(300, 200, 100), None),  # as much as was planned: others filled the disk
+        (disk_of(800, 300), None),  # there is room
+    ],
+    ids=["over", "inodes", "others", "room"],
+)
+async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
+    disk: Any, took: int | None
+) -> None:
+    """An unpack fills a disk between two looks of the work loop."""
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        await asyncio.sleep(3600 if took is not None else 5 * pull.POLL_SECONDS)
+        return ""
+
+    runtime.pulled = pulled
+    one = puller(runtime, disk=disk)
+    if took is None:
+        assert await one.run() is not None
+        assert one.footprint.took == 0
+        return
+    with pytest.raises(failure.PullError, match="the kubelet's threshold") as raised:
+        await one.run()
+
+    assert raised.value.kind is failure.Kind.DISK
+    assert one.footprint.took == took
+    assert len(runtime.ended) == 1
+
+
+async def test_a_pull_that_found_no_space_took_all_that_was_free() -> None:
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        raise base.RuntimeCallError("r", "write /x: no space left on device", "")
+
+    runtime.pulled = pulled
+    one = puller(runtime, disk=disk_of(800))
+    with pytest.raises(failure.PullError):
+        await one.run()
+    assert one.footprint.took == 750
+
+
+def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
+    """Longer each time: somebody else may have filled it."""
+    failed = failure.PullFailure(failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=9)
+    hour = 3600.0
+    assert failed.least("d", 100.0 + 1.9 * hour) == 9
+    assert failed.least("d", 100.0 + 2.1 * hour) == 0
+    assert failed.least("other", 101.0) == 0
+
+
+# --- images that neither can read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lookup_failed", "said", "kind"),
+    [
+        ("bad_image", "words that nobody knows", "bad_image"),
+        ("bad_image", "429 too many requests", "busy"),
+        ("network", "words that nobody knows", "network"),
+    ],
+)
+async def test_what_the_lookup_could_not_read_and_the_runtime_not_pull_is_a_bad_image(
+    lookup_failed: str, said: str, kind: str
+) -> None:
+    """Not one for which the network is to blame, which is tried again within minutes."""
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        raise base.RuntimeCallError("r", said, "")
+
+    runtime.pulled = pulled
+    with pytest.raises(failure.PullError) as raised:
+        await puller(runtime, lookup_failed=lookup_failed).run()
+    assert raised.value.kind == kind
+
+
+# --- tags that move -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("whose", "stalls"), [("new", False), ("ours", True), ("nobody", True)])
+async def test_layers_of_a_moved_tag_are_progress(whose: str, stalls: bool) -> None:
+    """The runtime pulls what the tag names now. Layers of our other pulls are theirs."""
+    runtime = Runtime()
+    digest = {"new": manifest.digest_of(b"new"), "ours": SHAPE.layers[1].digest, "nobody": ""}[
+        whose
+    ]
+
+    async def pulled() -> str:
+        for step in range(1, 6):
+            runtime.moved = {digest: base.Ingest(theirs=step)} if digest else {}
+            await asyncio.sleep(pull.POLL_SECONDS)
+        return ""
+
+    runtime.pulled = pulled
+    one = puller(runtime, stall_timeout=3.5 * pull.POLL_SECONDS)
+    if not stalls:
+        assert await one.run() is not None
+        return
+    with pytest.raises(failure.PullError, match="no progress"):
+        await one.run()
+    assert one.stalled
