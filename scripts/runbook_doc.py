@@ -27,13 +27,15 @@ HEAD = """\
 
 You were paged about a GPU node:
 
-1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)). Its
+1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)). The
    first line says whether the node is well.
 2. Find the [symptom](#symptoms), the finding or the alert below. The finding's message names the
-   cause. On the node, `http://127.0.0.1:9470/runbook` shows these entries without a network.
-3. Not solved? `nodeagent support-bundle` makes one file for whoever helps you, without secrets.
+   cause. On the node, `http://127.0.0.1:9470/runbook` shows these entries too.
+3. Not solved? `nodeagent support-bundle` writes one file without secrets. Send it to the person who
+   helps you.
 
-The agent is not in the data path. A stop or restart of the agent does not change running jobs.
+A stop or restart of the agent does not change running jobs. An alert can have another severity than
+its finding.
 """
 
 # Commands of the entries, and where they run.
@@ -41,8 +43,8 @@ PLACES = (
     (
         "`nodeagent …`",
         (
-            "on the node, or `kubectl -n nodeagent exec POD -- nodeagent …`; "
-            "`kubectl -n nodeagent get pods -o wide --field-selector spec.nodeName=NODE` finds POD"
+            "on the node, or `kubectl -n nodeagent exec POD -c nodeagent -- nodeagent …`; "
+            "`kubectl -n nodeagent get pods --field-selector spec.nodeName=NODE` shows POD"
         ),
     ),
     ("`rbd unmap`", "on the node, or in its ceph-csi node plugin"),
@@ -58,7 +60,7 @@ SYMPTOMS = (
         "docs/kubernetes.md#when-the-pod-does-not-start",
     ),
     (
-        "Pod Pending, requires the label of a dataset",
+        "Pod Pending that requires the label of a dataset",
         "dataset-partial, label-limit, label-refused, docs/kubernetes.md#on-some-of-the-nodes",
     ),
     (
@@ -90,7 +92,6 @@ SYMPTOMS = (
         "Node pulls an image that should be there",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",
     ),
-    ("Images missing from the settings by mistake", "ImagesDropped"),
 )
 
 
