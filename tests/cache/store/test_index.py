@@ -1,8 +1,10 @@
 """The index: names of any bytes, damage, and what may be sealed."""
 
 import contextlib
+import json
 import os
 import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
@@ -206,3 +208,13 @@ def test_listed_directories_include_listed_and_sealed(opened: index.Index) -> No
     opened.sealed(first)
     assert opened.known_directories(0, 10, listed=True) == [index.ROOT, first]
     assert opened.known_directories(index.ROOT, 10, listed=True) == [first]
+
+
+def test_chunk_keeps_holes_and_an_earlier_agent_reads_one_without(opened: index.Index) -> None:
+    sparse, dense = item("sparse", size=2**40)._replace(holes=2**39), item("dense")
+    opened.add_chunk(index.ROOT, [sparse, dense])
+    (number,) = opened.next_chunks(10)
+    assert _chunk(opened, number).entries == [sparse, dense]
+    (kept,) = opened._row("SELECT entries FROM chunks")
+    fields = [len(each) for each in json.loads(zlib.decompress(kept))]
+    assert fields == [len(Entry._fields), len(Entry._fields) - 1]

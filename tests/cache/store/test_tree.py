@@ -1,9 +1,16 @@
 """Entries: what they are said to take on the SSD."""
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.store import extents, tree
 from cache.store.tree import Entry
+
+KIB, GIB = 2**10, 2**30
 
 
 @given(size=st.integers(0, 2**45), xattrs=st.booleans())
@@ -11,3 +18,58 @@ def test_entry_allocated_holds_its_bytes(size: int, xattrs: bool) -> None:
     item = Entry("a", 0o100644, 0, 0, size, 0, 1, 1, xattrs)
     assert item.allocated >= size
     assert (item.allocated - item.name_bytes) % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "most"),
+    [
+        (64 * GIB, [(32 * GIB, 8 * KIB)], 64 * KIB),
+        (64 * GIB, [(0, 8 * KIB), (64 * GIB - 8 * KIB, 8 * KIB)], 128 * KIB),
+        (64 * GIB, [(64 * KIB - 4 * KIB, 8 * KIB)], 128 * KIB),  # of two pieces
+        (64 * GIB + 1, [], 4 * KIB),  # what is shorter than a piece is written
+        (2048 * KIB, [(0, 2048 * KIB)], 2048 * KIB),
+        (512 * KIB, [], 512 * KIB),  # too small to be asked
+        (0, [], 0),
+    ],
+)
+def test_a_sparse_file_takes_what_it_has(
+    tmp_path: Path, size: int, data: list[tuple[int, int]], most: int
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        for at, length in data:
+            stream.seek(at)
+            stream.write(b"x" * length)
+        stream.truncate(size)
+    with tree.opened_root(tmp_path) as folder:
+        (item,) = tree.listing(folder)
+    assert isinstance(item, Entry)
+    assert (item.size, item.allocated - item.name_bytes - 4 * KIB) == (size, most)
+
+
+def test_a_file_of_very_many_runs_is_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        for at in range(8):
+            stream.seek(at * 2**20)
+            stream.write(b"x")
+        stream.truncate(GIB)
+    monkeypatch.setattr(extents, "MOST_RUNS", 3)
+    with (tmp_path / "file").open("rb") as stream:
+        assert extents.holes(stream.fileno(), GIB) == 2 * (2**20 - 64 * KIB)
+
+
+def test_a_file_that_root_may_not_open_counts_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        stream.truncate(GIB)
+    with tree.opened_root(tmp_path) as folder:
+        monkeypatch.setattr(os, "open", _refused)
+        (item,) = tree.listing(folder)
+    assert isinstance(item, Entry)
+    assert item.holes == 0
+
+
+def _refused(*_: object, **named: object) -> int:
+    raise PermissionError(13, "Permission denied")
