@@ -409,6 +409,8 @@ class FillPass(Pass):
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
                 stored=(had.files, had.bytes, had.allocated), skipped=answer.skipped,
             )  # fmt: skip
+            if answer.outside:
+                self.index.leads_out(job.directory, answer.outside, answer.leads_out)
             self.run.found_shared(job.directory, had)
 
     # --- copy

@@ -80,12 +80,13 @@ class LargeCopier:
                 if time.monotonic() >= deadline and len(answer.left) < len(job.extents):
                     break
                 self._throttle.begin(job.extents.index(extent))
-                if job.entry.holes and _is_hole(origin, *part.span(extent)):
+                offset, length = part.span(extent)
+                if job.entry.holes and _is_hole(origin, offset, length):
                     part.put_hole(extent)
                     answer.left.remove(extent)
-                    self._throttle.check()
+                    self._throttle.skip(length)
                 else:
-                    put(extent, self._read(origin, *part.span(extent)))
+                    put(extent, self._read(origin, offset, length))
         except control.Cancelled:
             pass  # what was put is kept
         except OSError as error:

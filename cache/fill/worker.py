@@ -148,6 +148,9 @@ class Worker:
                         source = stack.enter_context(self._of_source(job.path))
                     found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
+                    if item.is_link and self._leads_out(job.path, item, source):
+                        found.outside += 1
+                        found.leads_out = item.name
                     if not located and native.is_plain(item):
                         located = True
                         part.location = self._location(job.path, item)
@@ -179,6 +182,16 @@ class Worker:
     def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
         """A directory of the source. OSError, RefusedError."""
         return kit.files.closing(tree.asked(tree.open_below, self.source, path))
+
+    def _leads_out(self, path: Sequence[str], item: Entry, source: int | None) -> bool:
+        """Whether a symbolic link leads out of the tree; ``source``: its directory, if it is open.
+
+        Of one that cannot be read the copy tells.
+        """
+        opened = self._of_source(path) if source is None else contextlib.nullcontext(source)
+        with contextlib.suppress(OSError), opened as directory:
+            return tree.leads_out(len(path), os.readlink(item.name, dir_fd=directory))
+        return False
 
     def _may_open(self, source: int, item: Entry, part: protocol.ScanPart) -> bool:
         """Whether the source lets root read a file that it does not let all read; else it failed.

@@ -11,6 +11,7 @@ A lost or damaged index is made again by a scan.
                  not committed and the subdirectories that are not sealed.
     chunks       up to CHUNK_ENTRIES entries of one directory that are to be copied (zlib of JSON)
     failures     entries that could not be copied, with the reason
+    outside      directories with symbolic links that lead out of the tree: how many, and one
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.formats
-from cache.store import manifest, subset
+from cache.store import manifest, subset, tree
 from cache.store.tree import Entry
 
 FORMAT = 1
@@ -99,6 +100,11 @@ CREATE TRIGGER counted_change
 CREATE TRIGGER listed_again AFTER UPDATE OF state ON directories WHEN NEW.state = 0
     BEGIN DELETE FROM manifest WHERE directory = NEW.id; END;
 """
+# Added to an index that lacks it: an earlier agent does not miss it.
+_LATER = (
+    "CREATE TABLE IF NOT EXISTS outside (directory INTEGER PRIMARY KEY, links INTEGER NOT NULL, "
+    "name TEXT NOT NULL)"
+)
 # As the fields of ``Totals``.
 TOTALS = (
     "SELECT files, bytes, done_files, done_bytes, (SELECT count(*) FROM failures), skipped, "
@@ -265,6 +271,7 @@ class Index:
         """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
         self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
+        self._db.execute("DELETE FROM outside WHERE directory = ?", (directory,))
         self._update(
             directory,
             "state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, done_files = 0, "
@@ -332,11 +339,25 @@ class Index:
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
                 "JOIN below ON d.parent = below.id) "
             )
-            keys = {"chunks": "directory", "failures": "directory", "directories": "id"}
-            for table, key in keys.items():
+            for table in ("chunks", "failures", "outside", "directories"):
+                key = "id" if table == "directories" else "directory"
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
+
+    def leads_out(self, directory: int, links: int, name: str) -> None:
+        """So many of its symbolic links lead out of the tree, as that of this name."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO outside VALUES (?, ?, ?)", (directory, links, encode(name))
+        )
+
+    def outside(self) -> tuple[int, str]:
+        """How many links lead out of the tree, and the path of one, for people."""
+        links, first = self._row("SELECT sum(links), min(directory) FROM outside")
+        if first is None:
+            return 0, ""
+        (name,) = self._row("SELECT name FROM outside WHERE directory = ?", first)
+        return links, tree.shown([*self.path(first), _decode(name)])
 
     def fail(self, directory: int, name: str, reason: str, *, lasting: bool) -> None:
         self._db.execute(
@@ -650,6 +671,7 @@ def connect(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"index of format {version}")
         elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(said)
+        db.execute(_LATER)
     except BaseException:
         db.close()
         raise

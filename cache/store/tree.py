@@ -342,6 +342,19 @@ def xattrs_of(source: int) -> dict[str, bytes]:
     }
 
 
+def leads_out(depth: int, target: str) -> bool:
+    """Whether a symbolic link ``depth`` directories below the root leads out of the tree, by its
+    names alone. An absolute one does: a pod has another root."""
+    for name in target.split("/"):
+        if name == "..":
+            depth -= 1
+        elif name not in ("", "."):
+            depth += 1
+        if depth < 0:
+            break
+    return target.startswith("/") or depth < 0
+
+
 # --- changing
 
 

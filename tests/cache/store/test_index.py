@@ -218,3 +218,27 @@ def test_chunk_keeps_holes_and_an_earlier_agent_reads_one_without(opened: index.
     (kept,) = opened._row("SELECT entries FROM chunks")
     fields = [len(each) for each in json.loads(zlib.decompress(kept))]
     assert fields == [len(Entry._fields), len(Entry._fields) - 1]
+
+
+def test_links_that_lead_out_are_counted_until_a_listing_finds_others(opened: index.Index) -> None:
+    opened.add_directories(index.ROOT, [folder("a"), folder("b")], listing=1)
+    first, second = opened.find(["a"]), opened.find(["b"])
+    assert first is not None and second is not None
+    assert opened.outside() == (0, "")
+    opened.leads_out(second, 3, "li\udcffnk")
+    assert opened.outside() == (3, "b/li\\xffnk")
+    opened.leads_out(first, 2, "one")
+    assert opened.outside() == (5, "a/one")
+    opened.restart_listing(first)
+    assert opened.outside()[0] == 3
+    opened.add_directories(index.ROOT, [folder("a")], listing=2)
+    opened.drop_vanished(index.ROOT, 2)
+    assert opened.outside() == (0, "")
+
+
+def test_index_of_an_earlier_agent_can_count_links(tmp_path: Path, opened: index.Index) -> None:
+    opened._db.execute("DROP TABLE outside")
+    opened.close()
+    again = index.Index.open(tmp_path / "index.sqlite")
+    assert again.find([]) == index.ROOT
+    assert again.outside() == (0, "")

@@ -71,5 +71,24 @@ def test_a_file_that_root_may_not_open_counts_as_full(
     assert item.holes == 0
 
 
+@pytest.mark.parametrize(
+    ("depth", "target", "out"),
+    [
+        (0, "file", False),
+        (0, "../blobs/x", True),
+        (1, "../blobs/x", False),
+        (2, "../../blobs/x", False),
+        (2, "../../../blobs/x", True),
+        (2, "../../../tree/blobs/x", True),  # in again, by a name that the view has not
+        (1, "a/../../b", False),
+        (1, "./a//../../..", True),
+        (5, "/mnt/data/x", True),
+        (0, "", False),
+    ],
+)
+def test_links_that_lead_out_of_the_tree(depth: int, target: str, out: bool) -> None:
+    assert tree.leads_out(depth, target) is out
+
+
 def _refused(*_: object, **named: object) -> int:
     raise PermissionError(13, "Permission denied")
