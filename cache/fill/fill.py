@@ -408,9 +408,8 @@ class FillPass(Pass):
             self.index.listed(
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
                 stored=(had.files, had.bytes, had.allocated), skipped=answer.skipped,
+                outside=(answer.outside, answer.leads_out),
             )  # fmt: skip
-            if answer.outside:
-                self.index.leads_out(job.directory, answer.outside, answer.leads_out)
             self.run.found_shared(job.directory, had)
 
     # --- copy

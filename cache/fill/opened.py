@@ -106,7 +106,7 @@ class OpenGeneration:
         (files, size), takes, shared = self.index.left(), self._takes(), self.shared
         return protocol.FillEnd(
             takes.bytes, files, size, shared.bytes, shared.inodes, takes.inodes, room, short,
-            *self.index.outside(),
+            *index.outside(self.index),
         )  # fmt: skip
 
     def _takes(self) -> Amount:

@@ -45,6 +45,15 @@ def count_part(
         stored.shared_files += 1
 
 
+def count_link(directory: int, depth: int, name: str, found: protocol.Scanned) -> None:
+    """Count a symbolic link of the source if it leads out of the tree. One that cannot be read is
+    told when it is copied."""
+    with contextlib.suppress(OSError):
+        if tree.leads_out(depth, os.readlink(name, dir_fd=directory)):
+            found.outside += 1
+            found.leads_out = name
+
+
 def part_size(part: protocol.ScanPart) -> int:
     return len(part.chunk) + len(part.stored) + len(part.folders) + len(part.failed)
 
@@ -120,6 +129,7 @@ class Worker:
             if job.again and tree.is_closed(target):
                 commit.unmark(self.committer.tree, job.path)  # it may have other names now
             source: int | None = None
+            links: int | None = None  # the directory at the source, to read its links
             listed = fetch.held(self._folder, job.path, stack) if job.published else None
             if listed is not None:
                 found.skipped, part.location = listed.skipped, listed.location(self.access)
@@ -148,9 +158,9 @@ class Worker:
                         source = stack.enter_context(self._of_source(job.path))
                     found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
-                    if item.is_link and self._leads_out(job.path, item, source):
-                        found.outside += 1
-                        found.leads_out = item.name
+                    if item.is_link:
+                        links = links or source or stack.enter_context(self._of_source(job.path))
+                        count_link(links, len(job.path), item.name, found)
                     if not located and native.is_plain(item):
                         located = True
                         part.location = self._location(job.path, item)
@@ -182,16 +192,6 @@ class Worker:
     def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
         """A directory of the source. OSError, RefusedError."""
         return kit.files.closing(tree.asked(tree.open_below, self.source, path))
-
-    def _leads_out(self, path: Sequence[str], item: Entry, source: int | None) -> bool:
-        """Whether a symbolic link leads out of the tree; ``source``: its directory, if it is open.
-
-        Of one that cannot be read the copy tells.
-        """
-        opened = self._of_source(path) if source is None else contextlib.nullcontext(source)
-        with contextlib.suppress(OSError), opened as directory:
-            return tree.leads_out(len(path), os.readlink(item.name, dir_fd=directory))
-        return False
 
     def _may_open(self, source: int, item: Entry, part: protocol.ScanPart) -> bool:
         """Whether the source lets root read a file that it does not let all read; else it failed.

@@ -280,9 +280,10 @@ class Index:
 
     def listed(
         self, directory: int, *, entries: int, files: int, size: int, stored: tuple[int, int, int],
-        skipped: int,
+        skipped: int, outside: tuple[int, str] = (0, ""),
     ) -> None:  # fmt: skip
-        """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already."""
+        """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already.
+        ``outside``: how many of its symbolic links lead out of the tree, and the name of one."""
         self._update(
             directory,
             "state = 1, entries = ?, files = ?, bytes = ?, "
@@ -294,6 +295,9 @@ class Index:
             "WHERE d.parent = directories.id AND d.state < 2)",
             *(entries, files, size, *stored, skipped),
         )
+        if outside[0]:
+            row = (directory, outside[0], encode(outside[1]))
+            self._db.execute("INSERT OR REPLACE INTO outside VALUES (?, ?, ?)", row)
 
     def committed(
         self, chunk: Chunk, files: int, size: int, allocated: int, failed: int, left: list[Entry]
@@ -344,20 +348,6 @@ class Index:
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
-
-    def leads_out(self, directory: int, links: int, name: str) -> None:
-        """So many of its symbolic links lead out of the tree, as that of this name."""
-        self._db.execute(
-            "INSERT OR REPLACE INTO outside VALUES (?, ?, ?)", (directory, links, encode(name))
-        )
-
-    def outside(self) -> tuple[int, str]:
-        """How many links lead out of the tree, and the path of one, for people."""
-        links, first = self._row("SELECT sum(links), min(directory) FROM outside")
-        if first is None:
-            return 0, ""
-        (name,) = self._row("SELECT name FROM outside WHERE directory = ?", first)
-        return links, tree.shown([*self.path(first), _decode(name)])
 
     def fail(self, directory: int, name: str, reason: str, *, lasting: bool) -> None:
         self._db.execute(
@@ -651,6 +641,13 @@ class Index:
     def make_durable(self) -> None:
         """Everything so far survives a power cut."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def outside(known: Index) -> tuple[int, str]:
+    """How many links lead out of the tree, and the path of one, for people."""
+    # sqlite gives the name of the row that has the least.
+    links, first, name = known._row("SELECT sum(links), min(directory), name FROM outside")
+    return (links, tree.shown([*known.path(first), _decode(name)])) if links else (0, "")
 
 
 def connect(path: Path) -> sqlite3.Connection:
