@@ -206,9 +206,9 @@ def stats(
 
 
 # Kubelet's file in the folder of a pod that has users of its own (hostUsers: false), and file
-# systems whose mounts no runtime can map to them.
+# systems whose mounts a runtime can map to them.
 USERS = "userns"
-_UNMAPPED = ("overlay", "fuse", "nfs")
+_MAPPED = ("btrfs", "ceph", "erofs", "ext4", "f2fs", "tmpfs", "xfs")
 
 
 def pod_folder(target: str) -> Path:
@@ -218,7 +218,7 @@ def pod_folder(target: str) -> Path:
 
 def maps(fstype: str) -> bool:
     """Whether the users of a mount of this file system can be mapped."""
-    return not fstype.startswith(_UNMAPPED)
+    return fstype in _MAPPED
 
 
 _TARGET = re.compile(r"(/[^/\0]+)+")

@@ -182,8 +182,8 @@ def test_only_targets_below_the_pods_are_touched(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("fstype", "maps"),
-    [("overlay", False), ("fuse.ceph-fuse", False), ("nfs4", False), ("ext4", True),
-     ("xfs", True), ("ceph", True)],
+    [("overlay", False), ("fuse.ceph-fuse", False), ("nfs4", False), ("lustre", False),
+     ("ext4", True), ("xfs", True), ("ceph", True)],
 )  # fmt: skip
 def test_mounts_whose_users_a_runtime_can_map(fstype: str, maps: bool) -> None:
     assert volumes.maps(fstype) is maps

@@ -189,6 +189,13 @@ def used_long_ago(path: Path) -> int:
     return 10**18
 
 
+def test_a_look_at_a_source_moves_no_access_time(area: Path) -> None:
+    trees.plain(area / "source", 3)
+    at = used_long_ago(area / "source")
+    assert not roots.look(str(area / "source"))["empty"]
+    assert (area / "source").stat().st_atime_ns == at
+
+
 def test_reads_of_a_worker_move_no_access_time(area: Path, worker: Worker) -> None:
     """What is purged by access times must not seem to be used, or unused, because of us."""
     names = ("copied", "read")
