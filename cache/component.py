@@ -506,6 +506,7 @@ class Cache:
             *status.kept(self.datasets, self.jobs.budgets.in_the_way),
             *view_watch.findings(self.datasets, time.time()),
             *self.reserve.findings(),
+            *self.csi.findings(),
             *status.damaged(self._store, self.damaged),
         ]
         self._reporter.report("cache", found)

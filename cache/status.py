@@ -266,6 +266,8 @@ def _of_identity(shown: Dataset) -> list[str]:
         notes.append(f"its source: {shown.trouble}")
     if shown.generation.replaced:
         notes.append(f"began anew: {shown.generation.replaced}")
+    if links := shown.generation.outside:
+        notes.append(f"{links} links lead out of the dataset, as {shown.generation.leads_out!r}")
     if shown.current.unproven:
         notes.append(f"perhaps filled from another source: {shown.current.unproven}")
     return notes
@@ -522,6 +524,14 @@ def _of_source(dataset: Dataset) -> Iterable[Finding]:
             "lets read all of it, '0755' where modes and ACLs are all that decides"
         )
         yield finding("dataset-source-rights", name, Severity.INFO, message, advice)
+    if links := dataset.generation.outside:
+        one = dataset.generation.leads_out
+        message = f"symbolic links of dataset {name} lead out of it: {links}, as {one!r}"
+        advice = (
+            "jobs find nothing there; name a directory above as the source (of a Hugging Face "
+            "cache models--ORG--NAME), or put files in their places"
+        )
+        yield finding("dataset-links-lead-out", name, Severity.INFO, message, advice)
 
 
 def kept(

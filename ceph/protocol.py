@@ -66,6 +66,7 @@ class Entry(NamedTuple):
     xattrs: bool  # False only when it certainly has none and an object read may stand for the file
     ctime_ns: int = 0  # 0 when it is not known
     change: int = 0  # Ceph's change version; 0 when it is not known
+    holes: int = 0  # bytes of holes that a copy has, too, as far as it is known
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ _LONGEST_STRING = 255
 _LONGEST_OPTIONS = 4095
 
 
+# xino: one device number for all of a view, and the inode numbers that its directories list. Where
+# numbers of a layer are too long for that, it keeps its own.
+_OVERLAY = {"redirect_dir": "follow", "xino": "on"}
+
+
 def clone_tree(path: str | Path, *, recursive: bool = False) -> int:
     """A detached bind mount of ``path``; a descriptor. ``recursive``: with the mounts below it."""
     flags = _OPEN_TREE_CLONE | _CLOEXEC | (_AT_RECURSIVE if recursive else 0)
@@ -162,9 +167,10 @@ def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     """
     lowerdir = ":".join(escape_layer(str(layer)) for layer in layers)
     if len(os.fsencode(lowerdir)) <= _LONGEST_STRING:
-        strings = {"source": "nodeagent", "lowerdir": lowerdir, "redirect_dir": "follow"}
+        strings = {"source": "nodeagent", "lowerdir": lowerdir, **_OVERLAY}
         return new_filesystem("overlay", strings, ("ro",), READ_ONLY_DATA)
-    options = "redirect_dir=follow,lowerdir=" + lowerdir.replace(",", "\\,")
+    options = "".join(f"{key}={value}," for key, value in _OVERLAY.items())
+    options += "lowerdir=" + lowerdir.replace(",", "\\,")
     if len(os.fsencode(options)) > _LONGEST_OPTIONS:
         raise OSError(errno.ENAMETOOLONG, "the paths of store and source are too long together")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV

@@ -11,6 +11,7 @@ import kit.errors
 from cache.csi import node
 from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
+from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge
 from kube.settings import ThisNode
 
@@ -33,12 +34,13 @@ class Driver:
         self.node.settings, self.node.here = settings, here
         if not settings.enabled:
             await self.stop()
-            self._trouble = ""
+            self._trouble, self.node.unmapped = "", {}
             return
         if self._server is None:
             from cache.csi import server  # gRPC takes memory, which an agent without volumes saves
 
             self._server = server.Server(self.node)
+        await self.node.renew()
         try:
             await self._server.serve(here.kubelet.root_dir)
             self._trouble = ""
@@ -72,6 +74,19 @@ class Driver:
         if self._server is not None and self._server.trouble:
             return [f"kubelet refuses the CSI driver: {self._server.trouble}"]
         return []
+
+    def findings(self) -> Iterable[Finding]:
+        for each in self.node.unmapped.values():
+            message = (
+                f"pod {each.pod or each.target} has hostUsers: false, and what serves dataset "
+            )
+            message += f"{each.dataset} is a mount whose users cannot be mapped: it does not start"
+            advice = (
+                "it starts when all of the dataset is on the SSD (with wait: complete it tries no "
+                "earlier); raise the budget where not all fits, or set hostUsers: true"
+            )
+            rule, about = "volume-not-mapped", each.pod or each.target
+            yield Finding(f"{rule}/{each.target}", rule, Severity.WARNING, about, message, advice)
 
     def metrics(self) -> Iterable[Metric]:
         yield gauge("csi_volumes", "Volumes mounted for pods.", len(self.node.volumes))

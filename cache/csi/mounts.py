@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import kit.errors
@@ -50,7 +51,16 @@ def publish(target: str, view: str, layout: str, record: str) -> bool:
     raise kit.errors.RefusedError(f"view {view}", "it changes all the time", "it is tried again")
 
 
-def _attach(target: str, view: str, layout: VolumeLayout, record: str) -> None:
+def renew(target: str, view: str, record: str) -> None:
+    """Have a ``direct`` volume show what serves the view now. Containers that have it keep what
+    they have. OSError, HostError, RefusedError."""
+    _attach(target, view, VolumeLayout.DIRECT, record, put=mounts.swap)
+
+
+def _attach(
+    target: str, view: str, layout: VolumeLayout, record: str,
+    put: Callable[[int, str], object] = mounts.attach,
+) -> None:  # fmt: skip
     if not mountinfo.stacked(view):
         raise kit.errors.RefusedError(f"view {view}", "nothing is mounted", "it is tried again")
     follows = layout is VolumeLayout.PARENT
@@ -65,7 +75,7 @@ def _attach(target: str, view: str, layout: VolumeLayout, record: str) -> None:
         mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
         if not os.path.exists(record):
             raise kit.errors.RefusedError(f"volume {target}", "it was unpublished meanwhile", "")
-        mounts.attach(tree, target)
+        put(tree, target)
 
 
 def _refuse_closed(folder: str) -> None:

@@ -43,6 +43,7 @@ class NodeService:
 
     def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
         self.volumes: dict[str, records.DatasetVolume] = {}
+        self.unmapped: dict[str, records.DatasetVolume] = {}  # of pods that cannot start for it
         self.settings = CsiSettings()
         self.here = ThisNode()
         self._datasets = datasets
@@ -203,6 +204,34 @@ class NodeService:
             if volume is not None and volume.holds(name):
                 dataset.wake()  # it may discard now what the volume held
 
+    # --- pods with users of their own
+
+    async def renew(self) -> None:
+        """Pods with hostUsers: false whose mount cannot be mapped get the store once it serves.
+
+        Until then no runtime starts their containers, so nobody reads what is exchanged here.
+        """
+        table = await asyncio.to_thread(mountinfo.read)
+        direct = [v for v in self.volumes.values() if v.layout == volumes.VolumeLayout.DIRECT]
+        shown_at = {v.target: mountinfo.at(v.target, table)[-1:] for v in direct}
+        bad = [v for v in direct if any(not volumes.maps(m.fstype) for m in shown_at[v.target])]
+        own = await asyncio.to_thread(lambda: [v for v in bad if _has_users(v.target)])
+        self.unmapped = {volume.target: volume for volume in own}
+        for volume in own[:MOST_AT_ONCE]:
+            dataset = self._datasets.get(volume.dataset)
+            if dataset is None or shown(dataset).stage is not Stage.STORE:
+                continue
+            record = str(records.file_of(self._folder, volume.target))
+            try:
+                with self._alone(volume.target):
+                    await kit.child.call(
+                        mounts.renew, volume.target, dataset.view, record, deadline=MOUNT_SECONDS
+                    )
+                log.info("volume shows the SSD now", pod=volume.pod, target=volume.target)
+                del self.unmapped[volume.target]
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                log.warning("volume could not be renewed", target=volume.target, why=str(error))
+
     # --- what volumes hold
 
     @contextlib.contextmanager
@@ -217,6 +246,10 @@ class NodeService:
             yield
         finally:
             self._leaving[dataset] -= 1
+
+
+def _has_users(target: str) -> bool:
+    return (volumes.pod_folder(target) / volumes.USERS).exists()
 
 
 def _data(volume: records.DatasetVolume) -> str:

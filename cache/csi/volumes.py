@@ -205,6 +205,22 @@ def stats(
     return Stats(size, files, trouble, served)
 
 
+# Kubelet's file in the folder of a pod that has users of its own (hostUsers: false), and file
+# systems whose mounts a runtime can map to them.
+USERS = "userns"
+_MAPPED = ("btrfs", "ceph", "erofs", "ext4", "f2fs", "tmpfs", "xfs")
+
+
+def pod_folder(target: str) -> Path:
+    """Kubelet's folder of the pod: <pods>/<uid>/volumes/kubernetes.io~csi/<volume>/mount."""
+    return Path(target).parents[3]
+
+
+def maps(fstype: str) -> bool:
+    """Whether the users of a mount of this file system can be mapped."""
+    return fstype in _MAPPED
+
+
 _TARGET = re.compile(r"(/[^/\0]+)+")
 
 

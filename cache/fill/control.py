@@ -127,6 +127,11 @@ class Throttle:
             self._wait(max(waits))
         self.check()
 
+    def skip(self, size: int) -> None:
+        """Count what need not be read, which no limit is for. Raises Cancelled."""
+        self._control.count(self._worker, 0, size)
+        self.check()
+
     def _wait(self, seconds: float) -> None:
         """Ends early when the limits change."""
         end = time.monotonic() + seconds

@@ -414,6 +414,7 @@ class FillPass(Pass):
             self.index.listed(
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
                 stored=(had.files, had.bytes, had.allocated), skipped=answer.skipped,
+                outside=(answer.outside, answer.leads_out),
             )  # fmt: skip
             self.run.found_shared(job.directory, had)
 

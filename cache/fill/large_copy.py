@@ -80,7 +80,13 @@ class LargeCopier:
                 if time.monotonic() >= deadline and len(answer.left) < len(job.extents):
                     break
                 self._throttle.begin(job.extents.index(extent))
-                put(extent, self._read(origin, *part.span(extent)))
+                offset, length = part.span(extent)
+                if job.entry.holes and _is_hole(origin, offset, length):
+                    part.put_hole(extent)
+                    answer.left.remove(extent)
+                    self._throttle.skip(length)
+                else:
+                    put(extent, self._read(origin, offset, length))
         except control.Cancelled:
             pass  # what was put is kept
         except OSError as error:
@@ -177,6 +183,16 @@ class LargeCopier:
             key = f"{item.ino:x}-{checksum}-{mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
             answer.link = protocol.Link(job.key, key)
         return answer
+
+
+def _is_hole(origin: int, offset: int, length: int) -> bool:
+    """Whether the source says so; whoever cannot tell is read. OSError of one that has gone."""
+    try:
+        return extents.is_hole(origin, offset, length)
+    except OSError as error:
+        if error.errno in tree.SOURCE_GONE:
+            raise
+        return False
 
 
 class _Reading:

@@ -111,8 +111,9 @@ class OpenGeneration:
         """What the pass leaves behind. ``room``, ``short``: as in ``FillEnd``."""
         (files, size), takes, shared = self.index.left(), self._takes(), self.shared
         return protocol.FillEnd(
-            takes.bytes, files, size, shared.bytes, shared.inodes, takes.inodes, room, short
-        )
+            takes.bytes, files, size, shared.bytes, shared.inodes, takes.inodes, room, short,
+            *index.outside(self.index),
+        )  # fmt: skip
 
     def _takes(self) -> Amount:
         """This generation, its directories, index and what it shares included."""

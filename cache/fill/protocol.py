@@ -89,6 +89,8 @@ class FillEnd:
     inodes: int = 0
     room: int = 0  # SSD bytes that are left; 0 when something of the share did not fit
     short: bool = False  # something of the share did not fit
+    outside: int = 0  # symbolic links that lead out of the tree
+    leads_out: str = ""  # one of them
 
     def record(self) -> dict[str, Any]:
         """What generation.json keeps of it."""
@@ -431,6 +433,8 @@ class Scanned(Message):
     files: int = 0
     bytes: int = 0
     skipped: int = 0  # sockets, fifos and devices
+    outside: int = 0  # symbolic links that lead out of the tree
+    leads_out: str = ""  # the name of one
     note: str = ""  # for the log
 
 

@@ -45,6 +45,15 @@ def count_part(
         stored.shared_files += 1
 
 
+def count_link(directory: int, depth: int, name: str, found: protocol.Scanned) -> None:
+    """Count a symbolic link of the source if it leads out of the tree. One that cannot be read is
+    told when it is copied."""
+    with contextlib.suppress(OSError):
+        if tree.leads_out(depth, os.readlink(name, dir_fd=directory)):
+            found.outside += 1
+            found.leads_out = name
+
+
 def part_size(part: protocol.ScanPart) -> int:
     return len(part.chunk) + len(part.stored) + len(part.folders) + len(part.failed)
 
@@ -121,6 +130,7 @@ class Worker:
             if job.again and tree.is_closed(target):
                 commit.unmark(self.committer.tree, job.path)  # it may have other names now
             source: int | None = None
+            links: int | None = None  # the directory at the source, to read its links
             listed = fetch.held(self._folder, job.path, stack) if job.published else None
             if listed is not None:
                 found.skipped, part.location = listed.skipped, listed.location(self.access)
@@ -149,6 +159,9 @@ class Worker:
                         source = stack.enter_context(self._of_source(job.path))
                     found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
+                    if item.is_link:
+                        links = links or source or stack.enter_context(self._of_source(job.path))
+                        count_link(links, len(job.path), item.name, found)
                     if not located and native.is_plain(item):
                         located = True
                         part.location = self._location(job.path, item)

@@ -64,7 +64,7 @@ def look(root: str) -> dict[str, Any]:
 
 def _look(descriptor: int) -> dict[str, Any]:
     counts: dict[str, int | None] = {"files": None, "bytes": None}
-    with os.scandir(descriptor) as entries:
+    with tree.quiet(descriptor) as root, os.scandir(root) as entries:
         empty = next(entries, None) is None
     for key in counts:
         with contextlib.suppress(OSError, ValueError):  # not a CephFS

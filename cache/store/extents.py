@@ -26,6 +26,7 @@ RECORD_BYTES = 1 + _DIGEST_BYTES
 _RECORDS_AT_ONCE = 16384
 _HOLE = 64 * 1024
 _NO_BYTES = bytes(_HOLE)
+MOST_RUNS = 4096  # of data in one file; what comes after them counts as data
 
 
 class State(IntEnum):
@@ -133,6 +134,14 @@ class Extents:
         # The disk begins to write now, while more is read: ``commit`` waits for little then.
         os.posix_fadvise(self.data, offset, len(data), os.POSIX_FADV_DONTNEED)
 
+    def put_hole(self, extent: int) -> None:
+        """As ``put``, of an extent in which the source has nothing."""
+        offset, length = self.span(extent)
+        if self._is_hole(extent, offset, length):
+            self.put_zeros(extent)
+        else:
+            self.put(extent, bytes(length))
+
     def put_zeros(self, extent: int) -> None:
         """Nothing was ever written there."""
         self._waiting[extent] = _ZEROS
@@ -165,6 +174,8 @@ class Extents:
     def is_good(self, extent: int) -> bool:
         """Whether the data has what the record says."""
         offset, length = self.span(extent)
+        if self.record(extent) == _ZEROS and self._is_hole(extent, offset, length):
+            return True
         # Not from the page cache, where the disk allows that: the disk's own bytes are asked for.
         os.posix_fadvise(self.data, offset, length, os.POSIX_FADV_DONTNEED)
         data = read(self.data, self.size, extent)
@@ -198,6 +209,24 @@ def is_hole(descriptor: int, offset: int, length: int) -> bool:
         if error.errno == errno.ENXIO:  # nothing up to the end
             return True
         raise
+
+
+def holes(descriptor: int, size: int) -> int:
+    """Bytes of an open file of ``size`` bytes that ``write_sparse`` would leave out, because
+    nothing was ever written there. OSError."""
+    found = at = 0
+    for _ in range(MOST_RUNS):
+        try:
+            data = min(size, os.lseek(descriptor, at, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nothing up to the end
+                raise
+            data = size
+        found += max(0, data // _HOLE - -(-at // _HOLE)) * _HOLE
+        if data == size:
+            break
+        at = os.lseek(descriptor, data, os.SEEK_HOLE)
+    return found
 
 
 def write_sparse(descriptor: int, block: memoryview, offset: int) -> bool:

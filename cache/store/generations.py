@@ -88,6 +88,8 @@ class Generation(manifest.Counts):
     refused: str = ""
     crossed: str = ""
     damaged: int = 0  # files that are on its list of bad files
+    outside: int = 0  # symbolic links that lead out of the tree
+    leads_out: str = ""  # one of them, for people
 
 
 def new(dataset: str, identity: str) -> Generation:

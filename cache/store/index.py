@@ -11,6 +11,7 @@ A lost or damaged index is made again by a scan.
                  not committed and the subdirectories that are not sealed.
     chunks       up to CHUNK_ENTRIES entries of one directory that are to be copied (zlib of JSON)
     failures     entries that could not be copied, with the reason
+    outside      directories with symbolic links that lead out of the tree: how many, and one
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.formats
-from cache.store import manifest, subset
+from cache.store import manifest, subset, tree
 from cache.store.tree import Entry
 
 FORMAT = 1
@@ -99,6 +100,11 @@ CREATE TRIGGER counted_change
 CREATE TRIGGER listed_again AFTER UPDATE OF state ON directories WHEN NEW.state = 0
     BEGIN DELETE FROM manifest WHERE directory = NEW.id; END;
 """
+# Added to an index that lacks it: an earlier agent does not miss it.
+_LATER = (
+    "CREATE TABLE IF NOT EXISTS outside (directory INTEGER PRIMARY KEY, links INTEGER NOT NULL, "
+    "name TEXT NOT NULL)"
+)
 # As the fields of ``Totals``.
 TOTALS = (
     "SELECT files, bytes, done_files, done_bytes, (SELECT count(*) FROM failures), skipped, "
@@ -228,7 +234,7 @@ class Index:
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
             "VALUES (?, NULL, '', ?)",
-            (ROOT, json.dumps(root)),
+            (ROOT, json.dumps(_fields(root))),
         )
 
     def add_directories(self, parent: int, entries: Iterable[Entry], listing: int = 0) -> None:
@@ -237,7 +243,10 @@ class Index:
             "INSERT INTO directories (parent, name, attributes, seen) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes,"
             " seen = excluded.seen",
-            [(parent, encode(entry.name), json.dumps(entry), listing) for entry in entries],
+            [
+                (parent, encode(entry.name), json.dumps(_fields(entry)), listing)
+                for entry in entries
+            ],
         )
 
     def saw(self, parent: int, names: Iterable[str], listing: int) -> None:
@@ -262,6 +271,7 @@ class Index:
         """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
         self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
+        self._db.execute("DELETE FROM outside WHERE directory = ?", (directory,))
         self._update(
             directory,
             "state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, done_files = 0, "
@@ -270,9 +280,10 @@ class Index:
 
     def listed(
         self, directory: int, *, entries: int, files: int, size: int, stored: tuple[int, int, int],
-        skipped: int,
+        skipped: int, outside: tuple[int, str] = (0, ""),
     ) -> None:  # fmt: skip
-        """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already."""
+        """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already.
+        ``outside``: how many of its symbolic links lead out of the tree, and the name of one."""
         self._update(
             directory,
             "state = 1, entries = ?, files = ?, bytes = ?, "
@@ -284,6 +295,9 @@ class Index:
             "WHERE d.parent = directories.id AND d.state < 2)",
             *(entries, files, size, *stored, skipped),
         )
+        if outside[0]:
+            row = (directory, outside[0], encode(outside[1]))
+            self._db.execute("INSERT OR REPLACE INTO outside VALUES (?, ?, ?)", row)
 
     def committed(
         self, chunk: Chunk, files: int, size: int, allocated: int, failed: int, left: list[Entry]
@@ -329,8 +343,8 @@ class Index:
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
                 "JOIN below ON d.parent = below.id) "
             )
-            keys = {"chunks": "directory", "failures": "directory", "directories": "id"}
-            for table, key in keys.items():
+            for table in ("chunks", "failures", "outside", "directories"):
+                key = "id" if table == "directories" else "directory"
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
@@ -629,6 +643,13 @@ class Index:
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
+def outside(known: Index) -> tuple[int, str]:
+    """How many links lead out of the tree, and the path of one, for people."""
+    # sqlite gives the name of the row that has the least.
+    links, first, name = known._row("SELECT sum(links), min(directory), name FROM outside")
+    return (links, tree.shown([*known.path(first), _decode(name)])) if links else (0, "")
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Open it for writing; makes a new one. DatabaseError when it is damaged."""
     if path.is_symlink():
@@ -647,6 +668,7 @@ def connect(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"index of format {version}")
         elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(said)
+        db.execute(_LATER)
     except BaseException:
         db.close()
         raise
@@ -665,8 +687,13 @@ def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
         len(entries),
         sum(entry.size for entry in entries if entry.is_file),
         sum(entry.allocated for entry in entries),
-        zlib.compress(json.dumps(entries).encode(), 1),
+        zlib.compress(json.dumps([_fields(entry) for entry in entries]).encode(), 1),
     )
+
+
+def _fields(entry: Entry) -> tuple[Any, ...]:
+    """Without holes as an earlier agent knows them."""
+    return entry if entry.holes else entry[:-1]
 
 
 def _decode(text: str) -> str:

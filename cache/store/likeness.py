@@ -91,7 +91,8 @@ def compare(folder: str, source: str, stamp: str) -> dict[str, str]:
         return _answer()  # nothing was listed, or what was is lost and is made again
     with (
         tree.opened_root(Path(folder) / "tree") as stored,
-        kit.files.closing(tree.open_source(source, stamp)) as origin,
+        kit.files.closing(tree.open_source(source, stamp)) as root,
+        tree.quiet(root) as origin,
     ):
         until = time.monotonic() + LOOK_SECONDS
         seen: list[tuple[_Kept, Look]] = []

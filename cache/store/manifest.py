@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from cache.store.tree import Entry
 
-FORMAT = 1
+FORMAT, SPARSE = 1, 2  # SPARSE: one more column, of a part in which a file has holes
 CHECKSUM_BYTES = 16
 LARGEST = 2**20  # bytes of the columns of a part; 256 entries with the longest names take a third
 _NONE = bytes(CHECKSUM_BYTES)
@@ -79,11 +79,16 @@ _COLUMNS = (
 _DIFFERENCES = ("ino", "mtime_ns", "change")
 
 
+def _columns(form: int) -> tuple[tuple[str, str], ...]:
+    return (*_COLUMNS, ("Q", "holes")) if form == SPARSE else _COLUMNS
+
+
 def pack(items: Sequence[Item]) -> bytes:
     entries = [item.entry for item in items]
     names = b"\0".join(os.fsencode(entry.name) for entry in entries)
     body = [_COUNT.pack(len(items), len(names)), names]
-    for code, field in _COLUMNS:
+    form = SPARSE if any(entry.holes for entry in entries) else FORMAT
+    for code, field in _columns(form):
         body.append(_bytes(array.array(code, [int(getattr(entry, field)) for entry in entries])))
     for field in _DIFFERENCES:
         before, differences = 0, []
@@ -99,12 +104,12 @@ def pack(items: Sequence[Item]) -> bytes:
     packed = zlib.compress(b"".join(body), 1)
     # Checksums do not shrink.
     sums = b"".join(bytes.fromhex(item.checksum) or _NONE for item in items)
-    return bytes([FORMAT]) + struct.pack("<I", len(packed)) + packed + sums
+    return bytes([form]) + struct.pack("<I", len(packed)) + packed + sums
 
 
 def unpack(part: bytes) -> list[Item]:
     """ValueError when it is damaged, NewerFormatError when this agent does not know its format."""
-    if not part or part[0] > FORMAT:
+    if not part or part[0] > SPARSE:
         raise NewerFormatError(f"a part of the manifest has format {part[:1]!r}")
     try:
         return _unpack(part)
@@ -122,7 +127,7 @@ def _unpack(part: bytes) -> list[Item]:
     at = _COUNT.size + length
     names = bytes(body[_COUNT.size : at]).split(b"\0") if count else []
     columns: dict[str, Sequence[int]] = {}
-    for code, field in _COLUMNS:
+    for code, field in _columns(part[0]):
         size = count * array.array(code).itemsize
         columns[field] = _array(code, bytes(body[at : at + size]))
         at += size
@@ -146,6 +151,7 @@ def _unpack(part: bytes) -> list[Item]:
             os.fsdecode(name), columns["mode"][i], columns["uid"][i], columns["gid"][i],
             columns["size"][i], mtime_ns, columns["ino"][i], columns["nlink"][i],
             bool(columns["xattrs"][i]), mtime_ns + columns["changed"][i], columns["change"][i],
+            columns["holes"][i] if "holes" in columns else 0,
         )  # fmt: skip
         checksum = sums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]
         items.append(Item(entry, State(states[i]), "" if checksum == _NONE else checksum.hex()))

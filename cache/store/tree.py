@@ -6,6 +6,7 @@ name is a str by ``os.fsdecode``: bytes that are not UTF-8 become lone surrogate
 message and the index must keep.
 """
 
+import contextlib
 import errno
 import os
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import kit.files
+from cache.store import extents
 from ceph import protocol
 from linux import mounts
 
@@ -41,6 +43,7 @@ T = TypeVar("T")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
+_SPARSE = 2**20  # a file whose blocks are so many bytes short is asked for its holes
 # The bits that tell inodes of CephFS apart: ceph-fuse puts a number of its own for the snapshot
 # above them.
 INODE_BITS = 2**48 - 1
@@ -78,7 +81,8 @@ class Entry(protocol.Entry):
     @property
     def allocated(self) -> int:
         """The most SSD bytes that it will take: whole blocks, one for long xattrs, its name."""
-        return -(-self.size // _BLOCK) * _BLOCK + (_BLOCK if self.xattrs else 0) + self.name_bytes
+        blocks = -(-(self.size - self.holes) // _BLOCK) + self.xattrs
+        return blocks * _BLOCK + self.name_bytes
 
     @property
     def name_bytes(self) -> int:
@@ -209,17 +213,29 @@ def open_source(path: str, expected: str) -> int:
 
 def apart(root: int) -> tuple[int, int]:
     """The directory ``root`` of a source without what is mounted below it, as a view shows it: a
-    descriptor, and one that keeps its mount. Without the right to mount, the same directory."""
+    descriptor, and one that keeps its mount. Without the right to mount, the same directory.
+
+    It is read-only, so reads move no access time: what deletes by it takes no fill for a use.
+    """
     try:
         made = mounts.clone_tree(f"/proc/self/fd/{root}")
     except OSError:
         return os.dup(root), os.dup(root)
     try:
         mounts.make_private(made)  # nor what is mounted there later
+        mounts.set_attributes(made, mounts.READ_ONLY_DATA)
         return os.open(".", _DIRECTORY, dir_fd=made), made
     except OSError:
         os.close(made)
         raise
+
+
+@contextlib.contextmanager
+def quiet(root: int) -> Iterator[int]:
+    """``apart`` for a while."""
+    found, mount = apart(root)
+    with kit.files.closing(found), kit.files.closing(mount):
+        yield found
 
 
 def mount_of(descriptor: int) -> str:
@@ -261,7 +277,19 @@ def listing(directory: int) -> Iterator[Entry | tuple[str, OSError]]:
             except OSError as error:
                 yield item.name, error
             else:
-                yield entry_of(item.name, status)
+                entry = entry_of(item.name, status)
+                if entry.is_file and status.st_size - status.st_blocks * 512 >= _SPARSE:
+                    entry = entry._replace(holes=_holes(directory, entry))
+                yield entry
+
+
+def _holes(directory: int, item: Entry) -> int:
+    """0 where the file system cannot tell, as one that only packs its blocks."""
+    with contextlib.suppress(OSError):
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with kit.files.closing(os.open(item.name, flags, dir_fd=directory)) as file:
+            return extents.holes(file, item.size)
+    return 0
 
 
 def entries_beside(root: int, path: Sequence[str], names: set[str]) -> list[Entry]:
@@ -313,6 +341,19 @@ def xattrs_of(source: int) -> dict[str, bytes]:
         for name in names
         if name.startswith("user.") or name in _ACLS
     }
+
+
+def leads_out(depth: int, target: str) -> bool:
+    """Whether a symbolic link ``depth`` directories below the root leads out of the tree, by its
+    names alone. An absolute one does: a pod has another root."""
+    for name in target.split("/"):
+        if name == "..":
+            depth -= 1
+        elif name not in ("", "."):
+            depth += 1
+        if depth < 0:
+            break
+    return target.startswith("/") or depth < 0
 
 
 # --- changing

@@ -218,6 +218,30 @@ def test_mount_inside_source_is_not_crossed(area: Path, node: Agent) -> None:
     node.wait_for(lambda: node.findings() == [], 30, "the finding to go")
 
 
+def test_links_that_lead_out_are_counted_and_one_is_named(area: Path, node: Agent) -> None:
+    """As a revision of a Hugging Face cache: complete, and none of its files is there."""
+    source = area / "models--x" / "snapshots" / "rev"
+    trees.plain(source, 5)
+    for name in ("config", "model"):
+        (source / name).symlink_to(f"../../blobs/{name}")
+    (source / "d0" / "inside").symlink_to("../config")
+    node.add_dir("a", source)
+    node.start()
+    node.wait_state("a", "complete")
+
+    def told() -> list[str]:
+        rule = "dataset-links-lead-out"
+        return [each["message"] for each in node.findings() if each["rule"] == rule]
+
+    node.wait_for(told, 30, "the finding")
+    assert "lead out of it: 2, as '" in told()[0]
+    assert any("2 links lead out of the dataset" in note for note in node.dataset("a")["notes"])
+    for name in ("config", "model"):
+        (source / name).unlink()
+    node.tell("a", "rescan")
+    node.wait_for(lambda: not told(), 60, "the finding to go")
+
+
 def reads_so_far(report: Path) -> int:
     """Of a reader; 0 while it starts."""
     counter = Path(f"{report}.reads")

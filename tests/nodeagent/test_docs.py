@@ -9,7 +9,7 @@ import pytest
 
 import kit.errors
 from nodeagent import main
-from tests.testbed import scripts
+from tests.testbed import promises, scripts
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -90,3 +90,10 @@ def test_files_and_tests_that_the_pages_name_are_there() -> None:
     }
     assert len(named) > 20
     assert sorted(each for each in named if not (ROOT / each[1]).exists()) == []
+
+
+def test_each_line_of_what_the_mount_can_do_names_its_test() -> None:
+    told = promises.read((ROOT / "docs" / "mount.md").read_text())
+    assert len(told) > 10
+    wrong = [text for text in promises.complaints(told, []) if "in the other set" not in text]
+    assert wrong == []

@@ -1,7 +1,9 @@
 """The driver of a real agent, called as kubelet calls it: real mounts, restarts, troubles."""
 
 import contextlib
+import ctypes
 import json
+import struct
 import subprocess
 import threading
 import time
@@ -16,8 +18,8 @@ import xxhash
 
 import kit.files
 from cache.csi import csi_pb2 as pb
-from linux import mountinfo
-from tests.testbed import agent, csi, kubernetes, pod, trees, waiting
+from linux import mountinfo, mounts, syscalls
+from tests.testbed import agent, csi, held, kubernetes, pod, trees, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -119,6 +121,63 @@ def test_direct_keeps_what_served_and_parent_follows(
     assert mounts_below(kubelet.root) == []
     assert not direct.exists() and direct.parent.exists()
     assert is_mounted(serving.view("coco"))  # nothing was sent back
+
+
+@contextlib.contextmanager
+def users_of_its_own() -> Iterator[int]:
+    """A user namespace as that of a pod with hostUsers: false."""
+    with subprocess.Popen(["unshare", "--user", "sleep", "600"]) as process:
+        try:
+            ours, theirs = Path("/proc/self/ns/user"), Path(f"/proc/{process.pid}/ns/user")
+            waiting.until(lambda: theirs.readlink() != ours.readlink(), 20, "the namespace")
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{process.pid}/{name}").write_text("0 100000 65536")
+            with theirs.open() as namespace:
+                yield namespace.fileno()
+        finally:
+            process.kill()
+
+
+def map_users(target: Path, namespace: int) -> None:
+    """What a runtime does with a volume of such a pod. OSError."""
+    with kit.files.closing(mounts.clone_tree(target)) as tree:
+        wanted = ctypes.create_string_buffer(struct.pack("QQQQ", 0x100000, 0, 0, namespace), 32)
+        empty = ctypes.c_char_p(b"")
+        syscalls.syscall(442, "mount_setattr", tree, empty, 0x1000, wanted, 32)
+
+
+def test_pod_with_users_of_its_own_gets_what_can_be_mapped(
+    node: agent.Agent, kubelet: csi.Kubelet, source: Path
+) -> None:
+    node.cache["fill"] = {"workers": 1}
+    fill = held.Fill(node, 10)
+    node.add_dir("coco", source)
+    kubelet.serve(node)
+    node.start()
+    node.wait_served("coco", "overlay")
+    volume, other = kubelet.target(), kubelet.target()
+    kubelet.publish(volume, COCO)
+    kubelet.publish(other, COCO, identity="w")
+    (volume.parents[3] / "userns").write_text("{}")  # kubelet writes it when it makes the sandbox
+
+    def told() -> list[str]:
+        rule = "volume-not-mapped"
+        return [each["message"] for each in node.findings() if each["rule"] == rule]
+
+    node.wait_for(told, 30, "the finding")
+    with users_of_its_own() as namespace:
+        with pytest.raises(OSError, match="Invalid argument"):
+            map_users(volume, namespace)
+        fill.go_on()
+        node.wait_state("coco", "complete")
+        node.wait_for(lambda: not told(), 30, "the finding to go")
+        map_users(volume, namespace)
+    trees.assert_equal(source, volume)
+    shown = {each.target: each.fstype for each in mountinfo.read()}
+    assert shown[str(other)] == "overlay", "that of another pod stays what it was"
+    kubelet.unpublish(volume)
+    kubelet.unpublish(other, identity="w")
+    assert mounts_below(kubelet.root) == []
 
 
 def test_volume_has_the_door_of_the_view(

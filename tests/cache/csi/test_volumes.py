@@ -178,3 +178,17 @@ def test_only_targets_below_the_pods_are_touched(path: str) -> None:
     with pytest.raises(kit.errors.SettingsError, match="does not lie below"):
         volumes.target_below(path, "/k/pods")
     assert volumes.target_below("/k/pods/u/volumes/x/mount", "/k/pods")
+
+
+@pytest.mark.parametrize(
+    ("fstype", "maps"),
+    [("overlay", False), ("fuse.ceph-fuse", False), ("nfs4", False), ("lustre", False),
+     ("ext4", True), ("xfs", True), ("ceph", True)],
+)  # fmt: skip
+def test_mounts_whose_users_a_runtime_can_map(fstype: str, maps: bool) -> None:
+    assert volumes.maps(fstype) is maps
+
+
+def test_folder_of_a_pod_is_found_from_its_volume() -> None:
+    target = "/var/lib/kubelet/pods/7-uid/volumes/kubernetes.io~csi/coco/mount"
+    assert str(volumes.pod_folder(target)) == "/var/lib/kubelet/pods/7-uid"

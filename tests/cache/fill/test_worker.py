@@ -181,3 +181,30 @@ def test_mount_that_comes_during_a_fill_is_not_seen(area: Path, worker: Worker) 
     mounts.mount("none", area / "source" / "d", "tmpfs", 0)
     with worker._of_source(["d"]) as directory:
         assert os.listdir(directory) == ["below"]
+
+
+def used_long_ago(path: Path) -> int:
+    """Have any reader move its access time: it is older than its last change."""
+    os.utime(path, ns=(10**18, path.stat().st_mtime_ns))
+    return 10**18
+
+
+def test_a_look_at_a_source_moves_no_access_time(area: Path) -> None:
+    trees.plain(area / "source", 3)
+    at = used_long_ago(area / "source")
+    assert not roots.look(str(area / "source"))["empty"]
+    assert (area / "source").stat().st_atime_ns == at
+
+
+def test_reads_of_a_worker_move_no_access_time(area: Path, worker: Worker) -> None:
+    """What is purged by access times must not seem to be used, or unused, because of us."""
+    names = ("copied", "read")
+    for name in names:
+        (area / "source" / name).write_bytes(b"bytes")
+    times = [used_long_ago(area / "source" / name) for name in names]
+    (area / "source" / "read").read_bytes()  # by another
+    item = tree.entry_of("copied", (area / "source" / "copied").stat())
+    worker.copy(protocol.Copy(folder="1", path=[], entries=[item], location=None, patient=False))
+    now = [(area / "source" / name).stat().st_atime_ns for name in names]
+    assert now[0] == times[0]
+    assert now[1] > times[1], "this file system keeps no access times: the test says nothing"

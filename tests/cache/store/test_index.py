@@ -1,8 +1,10 @@
 """The index: names of any bytes, damage, and what may be sealed."""
 
 import contextlib
+import json
 import os
 import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
@@ -206,3 +208,43 @@ def test_listed_directories_include_listed_and_sealed(opened: index.Index) -> No
     opened.sealed(first)
     assert opened.known_directories(0, 10, listed=True) == [index.ROOT, first]
     assert opened.known_directories(index.ROOT, 10, listed=True) == [first]
+
+
+def test_chunk_keeps_holes_and_an_earlier_agent_reads_one_without(opened: index.Index) -> None:
+    sparse, dense = item("sparse", size=2**40)._replace(holes=2**39), item("dense")
+    opened.add_chunk(index.ROOT, [sparse, dense])
+    (number,) = opened.next_chunks(10)
+    assert _chunk(opened, number).entries == [sparse, dense]
+    (kept,) = opened._row("SELECT entries FROM chunks")
+    fields = [len(each) for each in json.loads(zlib.decompress(kept))]
+    assert fields == [len(Entry._fields), len(Entry._fields) - 1]
+
+
+def links_out(known: index.Index, number: int, links: int, name: str) -> None:
+    known.listed(
+        number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0, outside=(links, name)
+    )
+
+
+def test_links_that_lead_out_are_counted_until_a_listing_finds_others(opened: index.Index) -> None:
+    opened.add_directories(index.ROOT, [folder("a"), folder("b")], listing=1)
+    first, second = opened.find(["a"]), opened.find(["b"])
+    assert first is not None and second is not None
+    assert index.outside(opened) == (0, "")
+    links_out(opened, second, 3, "li\udcffnk")
+    assert index.outside(opened) == (3, "b/li\\xffnk")
+    links_out(opened, first, 2, "one")
+    assert index.outside(opened) == (5, "a/one")
+    opened.restart_listing(first)
+    assert index.outside(opened)[0] == 3
+    opened.add_directories(index.ROOT, [folder("a")], listing=2)
+    opened.drop_vanished(index.ROOT, 2)
+    assert index.outside(opened) == (0, "")
+
+
+def test_index_of_an_earlier_agent_can_count_links(tmp_path: Path, opened: index.Index) -> None:
+    opened._db.execute("DROP TABLE outside")
+    opened.close()
+    again = index.Index.open(tmp_path / "index.sqlite")
+    assert again.find([]) == index.ROOT
+    assert index.outside(again) == (0, "")

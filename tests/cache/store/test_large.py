@@ -319,3 +319,19 @@ def test_key_tells_versions_apart() -> None:
     others += [large.key_of(["ab"], item), large.key_of(["a"], item)]
     assert len({key, *others}) == 7
     assert key == large.key_of(["a", "b"], item._replace(mode=0, uid=5, ino=9, change=4))
+
+
+def test_a_sparse_file_takes_its_blocks_and_not_its_length(made: passes.Generation) -> None:
+    """The budget of the pass holds a 64th of it."""
+    write(made.source / "sparse", b"one")
+    os.truncate(made.source / "sparse", 2**36)
+    (made.source / "small").write_bytes(b"small")
+    os.truncate(made.source / "small", large.LARGEST_SMALL)
+    end = made.fill()
+    assert (end.result, end.why) == ("complete", "")
+    stored, source = (folder / "sparse" for folder in (made.tree, made.source))
+    assert stored.stat().st_size == 2**36
+    assert stored.stat().st_blocks * 512 <= SIZE
+    with stored.open("rb") as ours, source.open("rb") as theirs:
+        assert ours.read(SIZE + EXTENT) == theirs.read(SIZE + EXTENT)
+    assert made.verify().result == "good"

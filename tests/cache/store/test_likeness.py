@@ -72,11 +72,18 @@ def other_bytes(path: Path) -> None:
     os.utime(path, ns=times)
 
 
+def used_long_ago(path: Path) -> None:
+    os.utime(path, ns=(10**18, path.stat().st_mtime_ns))
+
+
 @pytest.mark.real
 def test_files_of_a_source_tell_what_became_of_it(area: Path) -> None:
     made = passes.complete(area, 60)
     assert change(made, lambda path: None) == {"match": "SAME", "why": "", "refused": ""}
     assert change(made, lambda path: path.chmod(0o640))["match"] == "SAME"
+    assert change(made, used_long_ago)["match"] == "SAME"
+    # Their bytes were compared, which is no use of them.
+    assert {path.stat().st_atime_ns for path in made.source.rglob("f*")} == {10**18}
     found = change(made, other_bytes)
     assert found["match"] == "OTHER"
     assert "has other bytes, and none of 32" in found["why"]

@@ -20,7 +20,7 @@ words, longs = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 moments = st.integers(-(2**40), 2**62)
 entries = st.builds(
     Entry, names.map(os.fsdecode), words, words, words, longs, moments, longs,
-    st.integers(0, 2**31), st.booleans(), moments, longs,
+    st.integers(0, 2**31), st.booleans(), moments, longs, st.sampled_from([0, 0, 2**40]),
 )  # fmt: skip
 items = st.builds(
     manifest.Item, entries, st.sampled_from(manifest.State),
@@ -47,9 +47,18 @@ def test_damaged_part_is_an_error_or_another_part(
 
 def test_newer_part_is_left_alone() -> None:
     part = bytearray(manifest.pack([]))
-    part[0] = manifest.FORMAT + 1
+    part[0] = manifest.SPARSE + 1
     with pytest.raises(manifest.NewerFormatError):
         manifest.unpack(bytes(part))
+
+
+def test_part_without_holes_is_read_by_an_earlier_agent() -> None:
+    entry = Entry("file", 0o100644, 0, 0, 2**40, 0, 1, 1, True)
+    dense, sparse = (
+        manifest.Item(e, manifest.State.STORED) for e in (entry, entry._replace(holes=2**20))
+    )
+    assert manifest.pack([dense])[0] == manifest.FORMAT
+    assert manifest.pack([dense, sparse])[0] == manifest.SPARSE
 
 
 def test_entry_costs_at_most_70_bytes() -> None:

@@ -86,7 +86,7 @@ names = (
 files = st.builds(
     Entry, names, st.sampled_from([0o100644, 0o104755, 0o120777]), st.just(1), st.just(2),
     st.integers(0, 2**50), st.integers(0, 2**62), st.integers(1, 2**60), st.integers(1, 9),
-    st.booleans(), st.integers(0, 2**62), st.integers(0, 2**64 - 1),
+    st.booleans(), st.integers(0, 2**62), st.integers(0, 2**64 - 1), st.sampled_from([0, 2**40]),
 )  # fmt: skip
 
 

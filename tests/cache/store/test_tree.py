@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.store import tree
+from cache.store import extents, tree
 from cache.store.tree import Entry
+
+KIB, GIB = 2**10, 2**30
 
 
 @given(size=st.integers(0, 2**45), xattrs=st.booleans())
@@ -50,3 +52,77 @@ def test_xattrs_of_a_directory_that_are_too_large_are_no_full_disk(
     assert error.value.errno == errno.E2BIG
     left = [(each.name, each.stat().st_mode & 0o777) for each in store.iterdir()]
     assert left == ([("d", 0o750)] if there else []), "jobs find the source's own directory"
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "most"),
+    [
+        (64 * GIB, [(32 * GIB, 8 * KIB)], 64 * KIB),
+        (64 * GIB, [(0, 8 * KIB), (64 * GIB - 8 * KIB, 8 * KIB)], 128 * KIB),
+        (64 * GIB, [(64 * KIB - 4 * KIB, 8 * KIB)], 128 * KIB),  # of two pieces
+        (64 * GIB + 1, [], 4 * KIB),  # what is shorter than a piece is written
+        (2048 * KIB, [(0, 2048 * KIB)], 2048 * KIB),
+        (512 * KIB, [], 512 * KIB),  # too small to be asked
+        (0, [], 0),
+    ],
+)
+def test_a_sparse_file_takes_what_it_has(
+    tmp_path: Path, size: int, data: list[tuple[int, int]], most: int
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        for at, length in data:
+            stream.seek(at)
+            stream.write(b"x" * length)
+        stream.truncate(size)
+    with tree.opened_root(tmp_path) as folder:
+        (item,) = tree.listing(folder)
+    assert isinstance(item, Entry)
+    assert (item.size, item.allocated - item.name_bytes - 4 * KIB) == (size, most)
+
+
+def test_a_file_of_very_many_runs_is_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        for at in range(8):
+            stream.seek(at * 2**20)
+            stream.write(b"x")
+        stream.truncate(GIB)
+    monkeypatch.setattr(extents, "MOST_RUNS", 3)
+    with (tmp_path / "file").open("rb") as stream:
+        assert extents.holes(stream.fileno(), GIB) == 2 * (2**20 - 64 * KIB)
+
+
+def test_a_file_that_root_may_not_open_counts_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("wb") as stream:
+        stream.truncate(GIB)
+    with tree.opened_root(tmp_path) as folder:
+        monkeypatch.setattr(os, "open", _refused)
+        (item,) = tree.listing(folder)
+    assert isinstance(item, Entry)
+    assert item.holes == 0
+
+
+@pytest.mark.parametrize(
+    ("depth", "target", "out"),
+    [
+        (0, "file", False),
+        (0, "../blobs/x", True),
+        (1, "../blobs/x", False),
+        (2, "../../blobs/x", False),
+        (2, "../../../blobs/x", True),
+        (2, "../../../tree/blobs/x", True),  # in again, by a name that the view has not
+        (1, "a/../../b", False),
+        (1, "./a//../../..", True),
+        (5, "/mnt/data/x", True),
+        (0, "", False),
+    ],
+)
+def test_links_that_lead_out_of_the_tree(depth: int, target: str, out: bool) -> None:
+    assert tree.leads_out(depth, target) is out
+
+
+def _refused(*_: object, **named: object) -> int:
+    raise PermissionError(13, "Permission denied")

@@ -1,11 +1,13 @@
 """Refreshing a view, with real mounts."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from cache.views import view
 from linux import mountinfo
+from tests.testbed import trees
 
 pytestmark = pytest.mark.real
 
@@ -43,3 +45,24 @@ def test_refresh_makes_an_overlay_forget(disk: Path) -> None:
     assert not (shown / "new").exists(), "the kernel remembers that it was not there"
     view.refresh(str(shown))
     assert (shown / "new").read_text() == "x"
+
+
+def test_overlay_is_one_file_system_whose_directories_list_its_inodes(
+    area: Path, disk: Path
+) -> None:
+    """Else ``du -x`` and ``find -xdev`` leave out what is stored, and tools that go by the inodes
+    of a listing find others."""
+    source = area / "source"
+    trees.plain(source, 12)
+    for folder in source.iterdir():
+        (disk / "store" / folder.name).mkdir()
+    stored = next(path for path in source.rglob("*") if path.is_file())
+    (disk / "store" / stored.relative_to(source)).write_bytes(stored.read_bytes())
+    shown = disk / "view"
+    view.publish(
+        str(shown), view.Stage.OVERLAY, str(source), str(disk / "store"), str(disk / "scratch")
+    )
+    found = [entry for folder, *_ in os.walk(shown) for entry in os.scandir(folder)]
+    statuses = [os.stat(entry.path, follow_symlinks=False) for entry in found]
+    assert {status.st_dev for status in statuses} == {shown.stat().st_dev}
+    assert [entry.inode() for entry in found] == [status.st_ino for status in statuses]
