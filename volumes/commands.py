@@ -38,6 +38,12 @@ _READING = (
     ("GET", "/v1/volumes/ledger"),
     ("POST", "/v1/volumes/probe"),
 )
+# What an action ends with, other than done.
+_ACT_ERRORS: dict[str, type[kit.errors.AgentError]] = {
+    "refused": kit.errors.RefusedError,
+    "limited": kit.errors.RefusedError,
+    "failed": kit.errors.HostError,
+}
 _KILL_SECONDS = 5.0  # a kill switch does not wait for a hanging agent
 
 
@@ -511,12 +517,18 @@ def _audit_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield from _finding_lines(answer["findings"])
 
 
-@terminal.command(volume, "act")
+@volume.command("act")
 @click.argument("finding", **terminal.completing("/v1/audit/findings", "findings", "id"))
 @click.option(
     "--yes", is_flag=True, help="Do it. Without this the agent only says what it would do."
 )
-def act(ctx: CommandContext, finding: str, yes: bool) -> Shown:
+@terminal.output_option
+@terminal.json_option
+@click.pass_obj
+def act(ctx: CommandContext, finding: str, yes: bool, as_json: bool, output: str | None) -> None:
     """Carry out the agent's action for FINDING (an id), after another scan."""
     result = terminal.call(ctx, "POST", "/v1/audit/act", {"finding": finding, "dry_run": not yes})
-    return result, lambda r: [f"{r['outcome']}: {r['what']} ({r['detail']})"]
+    lines = [f"{result['outcome']}: {result['what']} ({result['detail']})"]
+    terminal.show((result, lambda _: lines), as_json=as_json, output=output)
+    if error := _ACT_ERRORS.get(result["outcome"]):
+        sys.exit(error.exit_code)

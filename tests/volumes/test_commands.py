@@ -9,6 +9,7 @@ import click.testing
 import pytest
 
 import kit.errors
+from kit import terminal
 from kit.room import Request
 from nodeagent.api import server
 from nodeagent.commands import client
@@ -105,3 +106,18 @@ async def test_agent_that_has_not_looked_names_the_way() -> None:
     with pytest.raises(kit.errors.DegradedError) as caught:
         await api._guard(Starting(), Request())  # type: ignore[arg-type]
     assert "--direct" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [("done", 0), ("dry-run", 0), ("gone", 0), ("refused", 8), ("failed", 4)]
+)
+def test_act_ends_with_what_became_of_it(
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"outcome": outcome, "what": "unmount /a", "detail": "it is in use"}
+    monkeypatch.setattr(terminal, "call", lambda *_: answer)
+    done = click.testing.CliRunner().invoke(
+        commands.volume, ["act", "leaked-mount/x", "--yes"], obj=object()
+    )
+    assert done.exit_code == code
+    assert f"{outcome}: unmount /a (it is in use)" in done.output

@@ -75,8 +75,8 @@ def _detach(
         refusal = "it is no longer mounted there"
     elif not places:
         refusal = "the host has it mounted again"
-    elif inventory.kubelet is None:
-        refusal = "kubelet's directory is not visible, so nobody can tell whose volume it is"
+    elif inventory.no_records:
+        refusal = f"{inventory.no_records}, so nobody can tell whose volume it is"
     else:
         refusal = mounting.why_not_detach(inventory, device, space, places, former)
     owner = space.owner if space else None

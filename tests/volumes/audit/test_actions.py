@@ -27,10 +27,15 @@ def detach(at: Scene, **evidence: str) -> actions.ActionPlan:
 
 def test_detach_needs_kubelets_directory() -> None:
     held = space(place(COPY, namespace=99, propagation="private"))
-    blind = scene(spaces=(held,))
+    blind = scene(spaces=(held,), no_records="no kubelet directory at /var/lib/kubelet")
     only(mounting.leaked_mount, blind)
-    assert "kubelet's directory is not visible" in detach(blind).refusal
+    assert "no kubelet directory at /var/lib/kubelet" in detach(blind).refusal
     assert detach(scene(spaces=(held,), kubelet=KUBELET)).refusal == ""
+
+
+def test_a_host_without_a_kubelet_has_no_records_to_ask() -> None:
+    held = space(place(COPY, namespace=99, propagation="private"))
+    assert detach(scene(spaces=(held,))).refusal == ""
 
 
 @pytest.mark.parametrize("propagation", ["slave", "shared"])
