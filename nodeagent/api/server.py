@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 import kit.errors
 import kit.redact
@@ -468,7 +468,8 @@ def application(
 async def _heed_no_expectation(request: web.Request) -> None:
     """aiohttp would answer 417 before anybody knows who calls. Whoever waits to be told to send a
     body is told."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
+    waits = request.headers.get("Expect", "").lower() == "100-continue"
+    if waits and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # no byte of the answer is sent yet
 

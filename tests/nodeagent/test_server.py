@@ -209,6 +209,20 @@ async def test_what_a_client_expects_changes_no_answer(
     assert answer.status == 200
 
 
+@pytest.mark.parametrize(("version", "told"), [("1.1", True), ("1.0", False)])
+async def test_who_waits_to_send_a_body_is_told_to(
+    client: TestClient[Any, Any], version: str, told: bool
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    head = f"POST /v1/datasets/none/warm HTTP/{version}\r\nHost: localhost\r\nContent-Length: 2"
+    writer.write(f"{head}\r\nConnection: close\r\nExpect: 100-continue\r\n\r\n".encode())
+    if told:
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"{}")
+    assert (await reader.read()).split()[1] == b"404"
+    writer.close()
+
+
 @pytest.mark.parametrize(
     "body",
     [
