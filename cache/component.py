@@ -109,7 +109,7 @@ class Cache:
         if os.geteuid() != 0:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
-        await self._prepare_views()
+        await self.view_watch.prepare()
         await asyncio.to_thread(self.soundness.start)
         await asyncio.to_thread(self.uses.start)
         self._minders = [asyncio.create_task(self.soundness.follow(), name="soundness")]

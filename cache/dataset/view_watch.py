@@ -138,9 +138,16 @@ class ViewWatch:
         async with self._looking:
             if await self._look() is not None:
                 return
+        await self.prepare()
+        async with self._looking:
+            await self._look()
+
+    async def prepare(self) -> None:
+        """Make the folder of the views a mount. What it lay on before is no view's: somebody may
+        have asked while the agent starts. HostError, OSError."""
+        async with self._looking:
             await self._prepare()
             self._base = None
-            await self._look()
 
     async def _look(self) -> Mounted | None:
         """What the folder of the views lies on; None when that was unmounted."""
