@@ -16,7 +16,7 @@ from preheat.registry import client as registry
 from preheat.registry import failure
 from preheat.runtimes import base
 from tests.preheat.registry.test_resolver import LOGIN, REF, Node, docker_config, node
-from tests.testbed import front
+from tests.testbed import front, waiting
 
 INDEX = "application/vnd.oci.image.index.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -173,7 +173,7 @@ async def test_blobs_that_flow_leave_connections_for_documents(
     image = Image(server, random.Random(1).randbytes(200_000))
     server.rate = 100
     ref, digest = manifest.parse(REF), str(image.layers[0]["digest"])
-    async with looking(tmp_path, server) as one, asyncio.timeout(20):
+    async with looking(tmp_path, server) as one, asyncio.timeout(waiting.limit(20)):
         streams = [one.client.blob(ref, digest, 0, None) for _ in range(registry.MOST_STREAMS)]
         begun = await asyncio.gather(*(anext(each) for each in streams))
         lookup = await one.look()
