@@ -39,6 +39,13 @@ _ODD = (
 _SCHEME = r"(?:(?:bearer|basic|digest|negotiate) +)?"
 _FIELD = re.compile(_NAME, re.IGNORECASE)
 _URL = re.compile(r'(?<=://)[^\s"<>]+')
+# A part of a URL's path that signs it: it says so, or it is long and mixed as no name is. Digests
+# and the names of repositories have no capitals, files have an end.
+_SIGNED = re.compile(
+    r"(?<=/)(?:[^/]{0,60}(?i:hmac|signature|sig|token_{0,2})=[^/]*"
+    r"|(?=[^/]{0,200}[A-Z])(?=[^/]{0,200}[a-z])(?=[^/]{0,200}\d)[\w+=~-]{32,})(?=/|\Z)",
+    re.ASCII,
+)
 # Without one of these words a text has no name that stands before a secret. Most have none, and to
 # look for the names takes ten times as long.
 _HAS_NAME = re.compile(
@@ -129,6 +136,7 @@ def _url(said: str) -> str:
     """A URL after its scheme: no login, no value of a parameter that is not known as harmless."""
     place, mark, query = re.match(r"([^?#]*)([?#]?)(.*)", said, re.DOTALL).groups()  # type: ignore[union-attr]
     host, slash, path = place.partition("/")
+    path = _SIGNED.sub(HIDDEN, slash + path).removeprefix("/")
     if "@" in host:
         host = f"{HIDDEN}@{host.rpartition('@')[2]}"
     return host + slash + path + mark + "&".join(map(_parameter, query.split("&") if mark else ()))

@@ -88,7 +88,7 @@ class ImageUses:
     def __init__(self, runtime: containerd.Containerd) -> None:
         self._runtime = runtime
         self._before: set[str] | None = None  # top digests in use at the last cycle
-        self._began = time.time()
+        self._began = math.floor(time.time())  # as a hold has its time
         self._seen: dict[str, float] = {}  # monotonic times at which holds of this run were seen
         self.used_bytes = 0
 

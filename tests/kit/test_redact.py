@@ -144,6 +144,9 @@ def test_any_text_is_taken(said: str) -> None:
         "disk-0123456789abcdef0123 has no hf_model",
         "pull registry.example/team/get-token:v1.2",
         "tokens: 3 callers",
+        f"https://cdn.example/docker/registry/v2/blobs/sha256/ab/{'ab' * 32}/data",
+        f"https://r.example/v2/a/blobs/sha256:{'0a' * 32}",
+        "s3://bucket/ImageNet2012Train/Part_0000012345_of_0000099999.tar",
     ],
 )
 def test_what_is_no_secret_stays(said: str) -> None:
@@ -181,6 +184,9 @@ def test_our_own_advice_and_lines_of_other_programs_stay(file: str) -> None:
     ("mount --password 'hunter 2' //a", "mount --password '***' //a"),
     ("['mount', '--password', 'hunter', '//a']", "['mount', '--password', '***', '//a']"),
     ("MYSQL_PWD=hunter2 mysql", "MYSQL_PWD=*** mysql"),
+    (f"https://h.e/signed/{'aB3_' * 10}/blobs/x: 403", "https://h.e/signed/***/blobs/x: 403"),
+    ("https://h.e/__token__=exp=17~hmac=0a1b2c/x.gz", "https://h.e/***/x.gz"),
+    ("https://h.e/Signature=0a1b2c/x.gz?a=1", "https://h.e/***/x.gz?a=***"),
     ("Cookie: a=hunter2; sid=3f1c\nHost: x", "Cookie: ***\nHost: x"),
 ])  # fmt: skip
 def test_only_the_secret_goes(said: str, shown: str) -> None:
@@ -191,7 +197,8 @@ def test_only_the_secret_goes(said: str, shown: str) -> None:
     "piece",
     ["a", "://", "://?", "token", "x-amz-", "eyJ", "eyJ.", "a=", "AQ", "'auth': '", "?&", "\\",
      "bearer ", "a:", "a:b@", "password: ", "--token ", "token: a",
-     "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'", 'pwd="', "token:[", "cookie: a"],
+     "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'", 'pwd="', "token:[", "cookie: a",
+     "://a/", "/a=", "/aB3"],
 )  # fmt: skip
 def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
     """Work that grows with the square of the length would end at the test's time limit."""

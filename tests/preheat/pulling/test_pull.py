@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from preheat import settings
 from preheat.image import manifest
 from preheat.pulling import pull
+from preheat.registry import client
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent, registry
 
@@ -41,6 +43,13 @@ def test_layers_that_more_pulls_wait_for_come_first() -> None:
 
     assert alone == after == [own, shared]
     assert both == [shared, own]
+
+
+def test_each_layer_that_is_fetched_at_once_has_a_connection() -> None:
+    """One that waits for a connection looks like a registry that sends nothing."""
+    most = settings.PreheatSettings.model_fields["concurrency"].metadata
+    at_once = max(each.le for each in most if hasattr(each, "le"))
+    assert pull.INGESTS_AT_ONCE * at_once <= client.MOST_STREAMS
 
 
 ONE, OTHER = ("sha256:" + letter * 64 for letter in "ab")
