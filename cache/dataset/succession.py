@@ -540,8 +540,10 @@ class Succession:
             by_id.users, dataset.view, oldest.id, oldest.layer, deadline=USERS_SECONDS
         )
         if not found:
-            gone = await kit.child.call(by_id.hide, dataset.view, oldest.id, deadline=VIEW_SECONDS)
-            self._shown.discard(oldest.id)
+            hide = by_id.hide, dataset.view, oldest.id
+            with dataset.changing_view():  # or the watch of the views takes it for lost
+                gone = await kit.child.call(*hide, deadline=VIEW_SECONDS)
+                self._shown.discard(oldest.id)
             found = [] if gone else ["a process uses it by its id"]
         self.users = {oldest.id: found} if found else {}
         dataset.earlier_used = bool(found)

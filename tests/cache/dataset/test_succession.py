@@ -21,6 +21,7 @@ from cache.dataset.update_step import Step, next_step
 from cache.settings import CacheSettings, DatasetSettings, DirSource, FillSettings, at_snapshot
 from cache.sources import base, kinds
 from cache.store import generations
+from cache.views import by_id
 from cache.views.view import Stage
 from cache.work.jobs import Jobs
 from kit.room import End
@@ -137,6 +138,23 @@ async def test_one_that_was_left_and_is_wanted_again_goes_on_and_is_not_discarde
     assert dataset.next is None
     assert names(dataset.retired) == ["s2"]
     assert discarded == []
+
+
+async def test_generation_that_goes_is_not_taken_for_a_lost_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch of the views sees its unmount before the agent has noted it."""
+    back = started(tmp_path, {"s1": COMPLETE | {"served": 5.0}, "s2": COMPLETE | {"served": 9.0}})
+    changing: list[bool] = []
+
+    async def call(function: Any, *_: Any, deadline: float) -> Any:
+        if function is by_id.hide:
+            changing.append(back.dataset.changes % 2 == 1)
+
+    monkeypatch.setattr(kit.child, "call", call)
+    await back._retire()
+    assert changing == [True]
+    assert back.dataset.changes % 2 == 0
 
 
 async def test_what_is_to_go_is_gone_before_another_one_takes_its_folder(tmp_path: Path) -> None:
