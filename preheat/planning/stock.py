@@ -89,7 +89,8 @@ class ImageUses:
         self._runtime = runtime
         self._before: set[str] | None = None  # top digests in use at the last cycle
         self._began = math.floor(time.time())  # as a hold has its time
-        self._seen: dict[str, float] = {}  # monotonic times at which holds of this run were seen
+        self._looked = time.monotonic()
+        self._made: dict[str, float] = {}  # monotonic times at which holds of this run were made
         self.used_bytes = 0
 
     async def note(self, inventory: base.ImageInventory) -> base.ImageInventory:
@@ -118,14 +119,19 @@ class ImageUses:
         """The holds, those of this run as old as the time that passed, whatever the clock was set
         to meanwhile. So are those that a clock made that was ahead."""
         at = time.monotonic()
-        own = {each.id for each in inventory.holds if each.created >= min(self._began, now)}
-        self._seen = {id: self._seen.get(id, at) for id in own}
+        made: dict[str, float] = {}
         found = []
         for hold in inventory.holds:
-            since = now - (at - self._seen.get(hold.id, -math.inf))
-            created = since if hold.created > now else max(hold.created, since)
+            created = hold.created
+            if created >= min(self._began, now):
+                # A new one was made since the last look.
+                age = max(0.0, min(now - created, at - self._looked))
+                made[hold.id] = self._made.get(hold.id, at - age)
+                since = now - (at - made[hold.id])
+                created = since if created > now else max(created, since)
             ahead = hold.state == "expired" and hold.created > now
             found.append(hold if ahead else dataclasses.replace(hold, created=created))
+        self._made, self._looked = made, at
         return tuple(found)
 
 

@@ -42,6 +42,22 @@ async def test_a_hold_is_as_old_as_the_time_that_passed(
     assert NOW + 60 - found.created == pytest.approx(age)
 
 
+async def test_a_hold_that_is_seen_late_is_as_old_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been made at once after the last look, however long ago that was."""
+    clock = {"time": NOW, "monotonic": 5.0}
+    made = SimpleNamespace(time=lambda: clock["time"], monotonic=lambda: clock["monotonic"])
+    monkeypatch.setattr(stock, "time", made)
+    uses = stock.ImageUses(None)  # type: ignore[arg-type]
+    await uses.note(base.ImageInventory())
+    inventory = base.ImageInventory(holds=(hold("note", NOW + 1, "dropped"),))
+    clock.update(time=NOW + 3700, monotonic=3705.0)
+    (found,) = (await uses.note(inventory)).holds
+
+    assert found.created == NOW + 1
+
+
 async def test_no_use_lies_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
     inventory = base.ImageInventory(last_used={"sha256:a": NOW + DAY, "sha256:b": NOW - DAY})
