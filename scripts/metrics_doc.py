@@ -94,7 +94,12 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         grouped[max(begins, key=len, default="process")].append(family)
     for begin, its in grouped.items():
         yield f"## {TITLES[begin]}\n"
-        yield from (item(each) for each in sorted(its, key=lambda family: family.name))
+        its.sort(key=lambda family: family.name)
+        if begin == "process":  # not ours: every Python program has them
+            named = ", ".join(f"`{each.name}{'_total' * (each.type == 'counter')}`" for each in its)
+            yield pages.wrapped(f"The usual metrics of a Python program: {named}.")
+        else:
+            yield from (item(each) for each in its)
         yield ""
 
 
