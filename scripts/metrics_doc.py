@@ -26,7 +26,8 @@ explains each alert.
 ## How to read them
 
 * Names that end in `_total` are counters. Most start at 0 when the agent starts; those of the
-  kernel (`guard_checks`, `io_stalled`) do not. All others are gauges.
+  kernel (`guard_checks`, `io_stalled`) do not. All other
+  metrics are gauges.
 * The name ends with the unit. Times (`_timestamp_seconds`) are Unix times.
 * **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` means that
   coco is being filled. Each dataset has one series, for its current state. The other states have
