@@ -240,7 +240,7 @@ class DatasetSettings(kit.settings.Section):
     """Fill the store automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Datasets with higher priority are filled first and evicted last; they interrupt other fills.
-    With equal priority: filled by name, the least recently used one is evicted first."""
+    Equal priority: fills go by name, and the least recently used dataset is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
     The agent always keeps the same files."""

@@ -26,7 +26,8 @@ explains each alert.
 ## How to read them
 
 * Names that end in `_total` are counters. Most start at 0 when the agent starts; those of the
-  kernel (`guard_checks`, `io_stalled`) do not. All others are gauges.
+  kernel (`guard_checks`, `io_stalled`) do not. All other
+  metrics are gauges.
 * The name ends with the unit. Times (`_timestamp_seconds`) are Unix times.
 * **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` means that
   coco is being filled. Each dataset has one series, for its current state. The other states have
@@ -94,7 +95,12 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         grouped[max(begins, key=len, default="process")].append(family)
     for begin, its in grouped.items():
         yield f"## {TITLES[begin]}\n"
-        yield from (item(each) for each in sorted(its, key=lambda family: family.name))
+        its.sort(key=lambda family: family.name)
+        if begin == "process":  # not ours: every Python program has them
+            named = ", ".join(f"`{each.name}{'_total' * (each.type == 'counter')}`" for each in its)
+            yield pages.wrapped(f"The usual metrics of a Python program: {named}.")
+        else:
+            yield from (item(each) for each in its)
         yield ""
 
 

@@ -27,15 +27,12 @@ HEAD = """\
 
 You were paged about a GPU node:
 
-1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)). The
-   first line says whether the node is well.
+1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)).
 2. Find the [symptom](#symptoms), the finding or the alert below. The finding's message names the
-   cause. On the node, `http://127.0.0.1:9470/runbook` shows these entries too.
-3. Not solved? `nodeagent support-bundle` writes one file without secrets. Send it to the person who
-   helps you.
+   cause.
+3. Not solved? Send somebody the file that `nodeagent support-bundle` writes. It has no secrets.
 
-A stop or restart of the agent does not change running jobs. An alert can have another severity than
-its finding.
+A stop or restart of the agent does not change running jobs.
 """
 
 # Commands of the entries, and where they run.

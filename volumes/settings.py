@@ -204,8 +204,8 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """In directories named 'containers', the agent reads only logs of pods in these namespaces,
-    because a pod of any user can have the name of a ceph-csi pod."""
+    """In directories named 'containers', the agent reads only logs of pods in these namespaces.
+    The reason: a pod of any user can have the name of a ceph-csi pod."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
