@@ -13,8 +13,8 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
+import random
 import re
 import stat
 import time
@@ -125,29 +125,36 @@ class Shares:
     def __init__(self, server: client.ApiServer, node: str) -> None:
         self.nodes = node_storages(server)
         self.wrong: set[intent.Key] = set()  # that is this node's, by what all report
-        self._right: set[intent.Key] = set()
+        self._elsewhere: set[intent.Key] = set()
         self._node = node
-        self._looked = -math.inf
+        self._look_at: float | None = None  # the next look; None: nothing is due
 
-    async def doubted(self, due: Mapping[intent.Key, intent.Wish], now: float) -> set[intent.Key]:
-        """Of ``due``, what is kept: it is this node's, or nobody knows."""
+    async def elsewhere(self, due: Mapping[intent.Key, intent.Wish], now: float) -> set[intent.Key]:
+        """Of ``due``, what other nodes keep. What nobody knows is not among it."""
         self.wrong &= due.keys()
-        self._right &= due.keys()
-        if due and time.monotonic() >= self._looked:
-            self._looked = time.monotonic() + kit.pause.jittered(CHOOSE_SECONDS)
+        self._elsewhere &= due.keys()
+        if not due:
+            self._look_at = None
+        elif self._look_at is None:  # many nodes lose their share at the same moment
+            self._look_at = time.monotonic() + random.uniform(0, CHOOSE_SECONDS)
+        elif time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + kit.pause.jittered(CHOOSE_SECONDS)
             try:
                 await self.nodes.look()
-                views = list(self.nodes.objects.values())
-                self.wrong = {
-                    key
-                    for key, asked in due.items()
-                    if self._node in rollup.placed(asked, views, now)
-                }
-                self._right = due.keys() - self.wrong
+                self._judge(due, list(self.nodes.objects.values()), now)
             except client.KubeError as error:
                 log.warning("what all nodes report is not known", why=str(error))
             self.nodes.forget()
-        return due.keys() - self._right
+        return self._elsewhere
+
+    def _judge(
+        self, due: Mapping[intent.Key, intent.Wish], views: list[rollup.View], now: float
+    ) -> None:
+        places = {key: rollup.placed(asked, views, now) for key, asked in due.items()}
+        self.wrong = {key for key, nodes in places.items() if self._node in nodes}
+        # Without a report of its own this node would be left out by all.
+        counts = any(each.node == self._node and rollup.is_fresh(each, now) for each in views)
+        self._elsewhere = {key for key, nodes in places.items() if counts and nodes} - self.wrong
 
     def findings(self) -> Iterator[kit.findings.Finding]:
         for key in sorted(self.wrong):
@@ -261,7 +268,7 @@ class Follower:
         while True:
             self._changed.clear()
             before = self._known
-            self._known = self._step(await self._doubted())
+            self._known = self._step(await self._elsewhere())
             await self.secrets.read(self._known.wishes.values())
             if self._known != before:
                 await self._save()
@@ -277,7 +284,7 @@ class Follower:
                     await self._changed.wait()
                     await asyncio.sleep(SETTLE_SECONDS)
 
-    async def _doubted(self) -> set[intent.Key]:
+    async def _elsewhere(self) -> set[intent.Key]:
         now, known = time.time(), self._known
         due = {
             key: asked
@@ -286,9 +293,9 @@ class Follower:
             and not asked.kept_by(self.name, known.labels)
             and known.until.get(key, now + self.asked.drop_after) <= now
         }
-        return await self.shares.doubted(due, now)
+        return await self.shares.elsewhere(due, now)
 
-    def _step(self, doubted: Collection[intent.Key] = ()) -> intent.Known:
+    def _step(self, elsewhere: Collection[intent.Key] = ()) -> intent.Known:
         labels = self._known.labels
         if self.node.synced and self.name in self.node.objects:
             ours = kinds.label_prefixes()  # must select nothing, or it would select itself
@@ -306,7 +313,7 @@ class Follower:
         seen = {kind: dict(w.objects) for kind, w in self.watches.items() if w.synced}
         now = time.time()
         return intent.step(
-            self._known, seen, deleted, labels, now, self.asked.drop_after, self.name, doubted
+            self._known, seen, deleted, labels, now, self.asked.drop_after, self.name, elsewhere
         )
 
     async def _save(self) -> None:

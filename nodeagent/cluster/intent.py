@@ -127,10 +127,10 @@ def step(
     now: float,
     drop_after: float,
     node: str = "",
-    doubted: Container[Key] = (),
+    elsewhere: Container[Key] = (),
 ) -> Known:
     """What is in force now. ``seen``: of each kind that has been listed, all its objects.
-    ``doubted``: those that stay, though they are said to be kept elsewhere."""
+    ``elsewhere``: of what not all nodes keep, what other nodes are known to keep."""
     wishes: dict[Key, Wish] = {}
     until: dict[Key, float] = {}
     gone: list[Wish] = []
@@ -143,7 +143,8 @@ def step(
         if new is not None and new.kept_by(node, labels):
             continue
         end = before.until.get(key, now + drop_after)
-        if key in ended or (end <= now and key not in doubted):
+        shared = new is not None and bool(new.spread) and new.selects(labels)
+        if key in ended or (end <= now and (not shared or key in elsewhere)):
             gone.append(old)
         else:
             wishes[key], until[key] = old, end

@@ -126,6 +126,11 @@ def of_object(
     ).model_dump(mode="json", by_alias=True)
 
 
+def is_fresh(view: View, now: float) -> bool:
+    """Whether the node has written lately (``now``: Unix time)."""
+    return view.written >= kit.units.rfc3339(now - SILENT_SECONDS)
+
+
 def placed(asked: intent.Wish, nodes: Iterable[View], now: float) -> tuple[str, ...]:
     """The nodes that keep an object with ``spread``, by what all nodes report."""
     return _Object(asked, {}, now).chosen(list(nodes), "", patient=False)

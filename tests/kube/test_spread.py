@@ -62,8 +62,11 @@ def wish(spread: int = 2, chosen: tuple[str, ...] = (), created: str = "2026-01-
 def test_node_keeps_what_it_is_chosen_for_and_gives_it_up_later() -> None:
     labels = {"pool": "a"}
 
-    def step(known: intent.Known, asked: intent.Wish, now: float) -> intent.Known:
-        return intent.step(known, {asked.kind: {asked.name: asked}}, (), labels, now, 60.0, "n1")
+    def step(
+        known: intent.Known, asked: intent.Wish, now: float, *elsewhere: intent.Key
+    ) -> intent.Known:
+        seen = {asked.kind: {asked.name: asked}}
+        return intent.step(known, seen, (), labels, now, 60.0, "n1", elsewhere)
 
     assert not step(intent.Known(), wish(pool="a"), NOW).wishes
     assert not step(intent.Known(), wish(chosen=("n1",), pool="b"), NOW).wishes
@@ -72,7 +75,11 @@ def test_node_keeps_what_it_is_chosen_for_and_gives_it_up_later() -> None:
     assert intent.from_json(intent.to_json(mine)) == mine
     other = step(mine, wish(chosen=("n2",), pool="a"), NOW)
     assert other.wishes and not other.releasing  # a node that was away for a moment keeps it
-    assert step(other, wish(chosen=("n2",), pool="a"), NOW + 60).releasing
+    asked = wish(chosen=("n2",), pool="a")
+    assert not step(other, asked, NOW + 60).releasing  # nobody has looked who keeps it
+    assert not step(other, asked, NOW + 59, asked.key).releasing
+    assert step(other, asked, NOW + 60, asked.key).releasing
+    assert step(other, wish(chosen=("n2",), pool="b"), NOW + 60).releasing  # not selected
 
 
 def node(name: str, observed: str = "now", age: float = 0.0, ready: bool = True) -> rollup.View:
@@ -168,12 +175,36 @@ async def test_node_gives_its_share_up_only_when_the_nodes_own_reports_say_so(
 
     assert rollup.choose_nodes("coco", ["n1", "n2", "n3", "n4", "n5", "n6"], 1) != ("n1",)
     monkeypatch.setattr(made.shares.nodes, "look", look)
-    made._known = made._step(await made._doubted())
+    assert await made._elsewhere() == set()  # not at the same moment as all the others
+    assert not made.shares.nodes.objects
+    made.shares._look_at = 0.0
+    made._known = made._step(await made._elsewhere())
     assert (asked.key in made._known.wishes) == stays
     assert (asked.key in made._known.releasing) != stays
     told = [each.message for each in made._findings()]
     assert any("status.chosen" in each for each in told) == (stays and others == ())
     assert not made.shares.nodes.objects  # nothing of 7,500 nodes is held
+
+
+async def test_what_comes_due_during_a_look_is_not_given_up_unseen(tmp_path: Path) -> None:
+    asked = wish(spread=1, chosen=("evil",), pool="a")
+    made = follower(tmp_path, asked)
+    made._known = made._step(await made._elsewhere())  # what the look was about is another's
+    assert asked.key in made._known.wishes
+
+
+@pytest.mark.parametrize("own_age", [None, 86400.0])
+def test_a_node_without_a_report_of_its_own_gives_nothing_up(
+    own_age: float | None, tmp_path: Path
+) -> None:
+    asked = wish(spread=1, chosen=("evil",), pool="a")
+    shares = follower(tmp_path, asked).shares
+    views = [node("n2"), node("n3")]
+    views += [] if own_age is None else [node("n1", age=own_age)]
+    shares._judge({asked.key: asked}, views, NOW)
+    assert shares._elsewhere == set()
+    shares._judge({asked.key: asked}, [], NOW)  # all are silent
+    assert shares._elsewhere == set()
 
 
 def test_more_nodes_than_asked_for_are_no_choice() -> None:
