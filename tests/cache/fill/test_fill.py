@@ -53,7 +53,7 @@ class Fill:
     def until(self, condition: Callable[[], bool]) -> Ended | None:
         """Step until ``condition``, or to the end of the pass, which is returned."""
         try:
-            for _ in range(5000):
+            for _ in range(50_000):  # idle ones too, on a busy machine
                 if condition():
                     return None
                 self.run.step()
