@@ -243,7 +243,7 @@ class DatasetSettings(kit.settings.Section):
     Equal priority: fills go by name, and the least recently used dataset is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    The agent always keeps the same files."""
+    The agent keeps nearly the same files each time."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False
