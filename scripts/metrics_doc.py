@@ -35,7 +35,7 @@ explains each alert.
   same.
 * **No finding, no series.** This is true for {findings}. To get 0 instead of no result, write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
-* **Unknown means no series.** An unknown time or size is never 0.
+* **Unknown means no series.** An unknown time is never 0.
 
 ## How many series a node has
 

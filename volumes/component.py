@@ -159,7 +159,7 @@ class Volumes:
             raise kit.errors.RefusedError("allow-format", "no reason is given", "say why")
         await self._note("allow-format", by, reason, device=path, volume=volume)
         device = await self.guard.manager.allow(path, volume, reason, by)
-        seconds = self._settings.guard.lease
+        seconds = self.guard.manager.checks.settings.lease  # of the file, or the last that had one
         return {"device": device.path, "volume": device.volume, "seconds": seconds}
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:

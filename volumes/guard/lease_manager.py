@@ -5,9 +5,10 @@ says; its decision goes to the denials that wait for it.
 """
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 
@@ -278,14 +279,7 @@ class LeaseManager:
         log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
                     reason=reason)  # fmt: skip
         known = self.checks.meet(device)
-        try:
-            async with asyncio.timeout(ALLOW_SECONDS):
-                await known.order.acquire()
-        except TimeoutError:
-            raise kit.errors.InUseError(
-                path, f"a check of it has not ended for {ALLOW_SECONDS:.0f} s", "try again"
-            ) from None
-        try:
+        async with _alone(known):
             seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
@@ -293,25 +287,44 @@ class LeaseManager:
             known.allowed = True
             # ceph-csi would unmap it meanwhile.
             self.holds.begin(device, self.checks.settings.lease)
-        finally:
-            known.order.release()
         self.schedule(device.name)
         return device
 
     async def accept(self, volume: str, by: str) -> store.Entry:
         """An operator accepts that the volume holds other content than the ledger knew."""
         known = next((k for k in self.known.values() if k.device.volume == volume), None)
-        if known is None or known.seen is None or not known.seen.has_content:
-            raise kit.errors.RefusedError(
-                f"volume {volume}", "is not attached here with readable content", "attach it"
+        if known is None:
+            raise kit.errors.RefusedError(f"volume {volume}", "is not attached here", "attach it")
+        async with _alone(known):
+            seen = await self.checks.probe(known.device)  # it may have changed since the last one
+            if not seen.has_content:
+                raise kit.errors.RefusedError(
+                    f"volume {volume}", f"shows no content now ({seen.verdict})",
+                    f"look at it: nodeagent volume probe {known.device.path}",
+                )  # fmt: skip
+            known.seen = seen
+            new = self.executor.entry(known.device).saw(
+                seen.type, seen.uuid, seen.label, time.time(), self.executor.node
             )
-        seen = known.seen
-        new = self.executor.entry(known.device).saw(
-            seen.type, seen.uuid, seen.label, time.time(), self.executor.node
-        )
-        await self.executor.save(new)
+            await self.executor.save(new)
         await self.executor.mirror_entry(known, new)
         known.changed_from = ""
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
+
+
+@contextlib.asynccontextmanager
+async def _alone(known: Known) -> AsyncIterator[None]:
+    """Between two checks of a device. InUseError when one does not end."""
+    try:
+        async with asyncio.timeout(ALLOW_SECONDS):
+            await known.order.acquire()
+    except TimeoutError:
+        raise kit.errors.InUseError(
+            known.device.path, f"a check of it has not ended for {ALLOW_SECONDS:.0f} s", "try again"
+        ) from None
+    try:
+        yield
+    finally:
+        known.order.release()
