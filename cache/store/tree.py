@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
+_FEW_BLOCKS = 64  # a disk with fewer is full: other writers leave some for a moment
 _SPARSE = 2**20  # a file whose blocks are so many bytes short is asked for its holes
 # The bits that tell inodes of CephFS apart: ceph-fuse puts a number of its own for the snapshot
 # above them.
@@ -370,10 +371,17 @@ def _set_xattrs(target: int, wanted: dict[str, bytes]) -> None:
             os.setxattr(target, name, value)
     except OSError as error:
         # ext4 answers ENOSPC for an xattr above a block, although the disk is not full.
-        if error.errno in (errno.ENOSPC, errno.ERANGE, errno.E2BIG):
+        large = error.errno == errno.ENOSPC and not _is_full(target)
+        if large or error.errno in (errno.ERANGE, errno.E2BIG):
             why = "its xattrs are larger than the store's file system takes"
             raise OSError(errno.E2BIG, why) from error
         raise
+
+
+def _is_full(descriptor: int) -> bool:
+    """Whether the file system has no room for a few blocks, or for one inode."""
+    space = os.fstatvfs(descriptor)
+    return space.f_bfree < _FEW_BLOCKS or (space.f_files > 0 and not space.f_ffree)
 
 
 def make_directory(parent: int, item: Entry, source: int | None) -> bool:
