@@ -45,6 +45,10 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     folders = {name: str(s.path) for name, s in sources.items() if isinstance(s, DirSource)}
     if len(folders) > 1:
         found.append(Check("sources", apart, (folders,), "the same files are stored twice"))
+    for dataset in section.datasets:
+        if fault := dataset.access.fault:
+            cost = f"jobs of users cannot read dataset {dataset.name}"
+            found.append(Check(f"access {dataset.name}", access, (dataset.name, fault), cost))
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
         if isinstance(source, DirSource):
@@ -142,6 +146,12 @@ def apart(folders: Mapping[str, str]) -> str:
                     "leave one of them out",
                 )
     return "no source lies inside another"
+
+
+def access(name: str, fault: str) -> str:
+    """HostError: only root may enter the view of the dataset."""
+    remedy = "write it with x bits, like '0755'"
+    raise kit.errors.HostError(f"the view of dataset {name}", fault, remedy)
 
 
 def propagation(views: str) -> str:

@@ -213,12 +213,12 @@ class ViewAccessSettings(kit.settings.Section):
     directories above the source, else '0700'. CephFS: '0755', because the agent cannot see
     directories above `path`."""
 
-    @field_validator("mode")
-    @classmethod
-    def _lets_in(cls, value: str | None) -> str | None:
-        if value is not None and not int(value, 8) & 0o111:
-            raise ValueError(f"{value!r} lets nobody enter: write it with x bits, like '0755'")
-        return value
+    @property
+    def fault(self) -> str:
+        """Why only root may enter, '' when others may. Told, not refused: an update of the agent
+        must not take the settings of a node."""
+        shut = self.mode is not None and not int(self.mode, 8) & 0o111
+        return f"access.mode {self.mode!r} has no x bit" if shut else ""
 
 
 class DatasetSettings(kit.settings.Section):

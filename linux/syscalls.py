@@ -111,6 +111,13 @@ def device_node(path: str, kind: int, number: int) -> Iterator[str]:
         yield made
 
 
+def file_system(descriptor: int) -> int:
+    """The magic number of the file system of an open file (statfs(2)). OSError."""
+    space = (ctypes.c_long * 32)()  # struct statfs has 120 bytes; f_type is the first long
+    checked(libc.fstatfs(descriptor, ctypes.byref(space)), "fstatfs")
+    return int(space[0])
+
+
 def syncfs(path: str) -> None:
     """Write out the file system of ``path``; returns when it is durable. May hang. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

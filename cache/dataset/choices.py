@@ -122,9 +122,11 @@ async def _write(succession: Succession, chosen: dict[str, str]) -> None:
     succession.dataset.chosen = chosen
     await succession.dataset.save_state()
     next_one = succession.dataset.next
-    if next_one is not None and next_one.record.state == "partial":
-        await next_one.change(state="filling", why="")
-    succession.insist()
+    try:
+        if next_one is not None and next_one.record.state == "partial":
+            await next_one.change(state="filling", why="")
+    finally:
+        succession.insist()  # the choice is kept, so it is carried out
 
 
 async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None:

@@ -403,12 +403,13 @@ class Dataset(standing.Standing):
         if self._allowed == access:
             return
         wanted = access.owner, access.group, access.mode, self.source.place
+        why = access.fault
         if not view.is_allowed(self.view, *wanted):
             async with self.looks:  # not a process for each dataset at once
                 shut = await kit.child.call(view.allow, self.view, *wanted, deadline=VIEW_SECONDS)
-            note = f"{ONLY_ROOT}, as {shut} keeps users out: set access.mode"
-            others = [each for each in self.notes if not each.startswith(ONLY_ROOT)]
-            self.notes = [*others, note] if shut else others
+            why = f"{shut} keeps users out" if shut else why
+        others = [each for each in self.notes if not each.startswith(ONLY_ROOT)]
+        self.notes = [*others, f"{ONLY_ROOT}, as {why}: set access.mode"] if why else others
         self._allowed = access
 
     async def _act(self, action: Action) -> bool:

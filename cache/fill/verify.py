@@ -18,6 +18,7 @@ This is the coordinator's part; ``cache.fill.verify_worker`` reads.
 import json
 import os
 import sqlite3
+import stat
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -261,7 +262,7 @@ class VerifyPass(coordinator.Pass):
                 self.found.replaced += answer.files
                 if answer.files:
                     kept = coordinator.kept_of(job, answer)
-                    _renew(self.index, assignment.directory, kept)
+                    renew(self.index, assignment.directory, kept, immutable=self.task.immutable)
                 staged = Staged(job.folder, assignment.directory, failed=answer.failed)
                 self.run.batch.add(staged)
             case _:
@@ -419,14 +420,36 @@ class VerifyPass(coordinator.Pass):
         return len(self.unreplaced)
 
 
-def _renew(of: index.Index, directory: int, items: list[manifest.Item]) -> None:
-    """Have the manifest tell of these entries of a directory what they are now."""
-    new = {item.entry.name: item for item in items}
+def renew(of: index.Index, directory: int, items: list[manifest.Item], *, immutable: bool) -> None:
+    """Have the manifest tell of these files of a directory what was copied of them again.
+
+    What their listing told stays where it is of the version that was copied, as in an immutable
+    source: they were looked up by their status, which tells less.
+    """
+    new = {item.entry.name: item for item in items if item.state is manifest.State.STORED}
+
+    def renewed(old: manifest.Item) -> manifest.Item:
+        now = new.get(old.entry.name)
+        if now is None or old.state is not manifest.State.STORED or not old.entry.is_file:
+            return old
+        same = immutable or _version(old.entry) == _version(now.entry)
+        return manifest.Item(old.entry if same else now.entry, old.state, now.checksum)
+
     with of.transaction() as db:
-        for part in of.parts(directory):
-            if not part.waits and any(item.entry.name in new for item in part.items):
-                packed = manifest.pack([new.get(item.entry.name, item) for item in part.items])
-                db.execute("UPDATE manifest SET entries = ? WHERE id = ?", (packed, part.number))
+        query = "SELECT id FROM manifest WHERE directory = ?"
+        for (number,) in db.execute(query, (directory,)).fetchall():
+            part = of.part(number)
+            try:
+                known = manifest.unpack(part[1]) if part is not None else []
+            except ValueError:
+                continue  # a damaged part, or a newer agent's
+            if any(item.entry.name in new for item in known):
+                packed = manifest.pack([renewed(item) for item in known])
+                db.execute("UPDATE manifest SET entries = ? WHERE id = ?", (packed, number))
+
+
+def _version(entry: Entry) -> tuple[int, ...]:
+    return stat.S_IFMT(entry.mode), entry.size, entry.mtime_ns, entry.ctime_ns
 
 
 def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:

@@ -46,8 +46,8 @@ def count_part(
 
 
 def count_link(directory: int, depth: int, name: str, found: protocol.Scanned) -> None:
-    """Count a symbolic link of the source if it leads out of the tree. One that cannot be read is
-    told when it is copied."""
+    """Count a symbolic link if it leads out of the tree. One that cannot be read is told when it is
+    copied."""
     with contextlib.suppress(OSError):
         if tree.leads_out(depth, os.readlink(name, dir_fd=directory)):
             found.outside += 1
@@ -130,7 +130,7 @@ class Worker:
             if job.again and tree.is_closed(target):
                 commit.unmark(self.committer.tree, job.path)  # it may have other names now
             source: int | None = None
-            links: int | None = None  # the directory at the source, to read its links
+            links: int | None = None  # the directory at the source, to read links that are not here
             listed = fetch.held(self._folder, job.path, stack) if job.published else None
             if listed is not None:
                 found.skipped, part.location = listed.skipped, listed.location(self.access)
@@ -159,15 +159,13 @@ class Worker:
                         source = stack.enter_context(self._of_source(job.path))
                     found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
-                    if item.is_link:
-                        links = links or source or stack.enter_context(self._of_source(job.path))
-                        count_link(links, len(job.path), item.name, found)
                     if not located and native.is_plain(item):
                         located = True
                         part.location = self._location(job.path, item)
                     found.entries += 1
                     found.files += 1
                     found.bytes += item.size if item.is_file else 0
+                    here = True
                     if source is not None and not self._may_open(source, item, part):
                         pass  # it is among those that failed
                     elif job.again and self._has(target, item, found.stored, before):
@@ -176,6 +174,12 @@ class Worker:
                         part.stored.append((item, self.copier.checksum))
                     else:
                         part.chunk.append(item)
+                        here = False
+                    if item.is_link:
+                        if not here and links is None:
+                            links = self._look(job.path, stack) if source is None else source
+                        at = target if here or links is None else links
+                        count_link(at, len(job.path), item.name, found)
                 else:
                     found.skipped += 1  # a socket, fifo or device
                 self.throttle.beat()
@@ -193,6 +197,13 @@ class Worker:
     def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
         """A directory of the source. OSError, RefusedError."""
         return kit.files.closing(tree.asked(tree.open_below, self.source, path))
+
+    def _look(self, path: Sequence[str], stack: contextlib.ExitStack) -> int:
+        """A directory of the source, for a look that ends nothing; -1, which no call takes, when it
+        cannot be opened."""
+        with contextlib.suppress(OSError):
+            return stack.enter_context(self._of_source(path))
+        return -1
 
     def _may_open(self, source: int, item: Entry, part: protocol.ScanPart) -> bool:
         """Whether the source lets root read a file that it does not let all read; else it failed.

@@ -156,8 +156,13 @@ def _missing(wanted: Look) -> Seen:
     """Nothing fails: somebody deleted the store, mounted a new disk, or unmounted the disk."""
     try:
         _check(wanted)
+        if disk.has_generations(Path(wanted.store)):  # 'rm -rf STORE/*' is perhaps under way
+            return Seen(f"its {disk.MARKER} is gone, and generations are left", gone=True)
     except kit.errors.HostError as error:
         return Seen(error.cause, gone=True)
+    except OSError as error:
+        why = f"generations go while it is looked at ({error.strerror})"
+        return Seen(why, gone=True)
     return Seen("no store is there", gone=True, missing=True)
 
 

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 import kit.files
 from cache.store import extents
 from ceph import protocol
-from linux import mounts
+from linux import mounts, syscalls
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
+_FEW_BLOCKS = 64  # a disk with fewer is full: other writers leave some for a moment
+_ZFS = 0x2FC12FC1  # as statfs(2) has it
 _SPARSE = 2**20  # a file whose blocks are so many bytes short is asked for its holes
 # The bits that tell inodes of CephFS apart: ceph-fuse puts a number of its own for the snapshot
 # above them.
@@ -284,11 +286,13 @@ def listing(directory: int) -> Iterator[Entry | tuple[str, OSError]]:
 
 
 def _holes(directory: int, item: Entry) -> int:
-    """0 where the file system cannot tell, as one that only packs its blocks."""
+    """0 where the file system cannot tell, as one that only packs its blocks, or is not trusted:
+    OpenZFS before 2.2.2 told holes where bytes waited to be written."""
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with kit.files.closing(os.open(item.name, flags, dir_fd=directory)) as file:
-            return extents.holes(file, item.size)
+            if syscalls.file_system(file) != _ZFS:
+                return extents.holes(file, item.size)
     return 0
 
 
@@ -370,10 +374,17 @@ def _set_xattrs(target: int, wanted: dict[str, bytes]) -> None:
             os.setxattr(target, name, value)
     except OSError as error:
         # ext4 answers ENOSPC for an xattr above a block, although the disk is not full.
-        if error.errno in (errno.ENOSPC, errno.ERANGE, errno.E2BIG):
+        large = error.errno == errno.ENOSPC and not _is_full(target)
+        if large or error.errno in (errno.ERANGE, errno.E2BIG):
             why = "its xattrs are larger than the store's file system takes"
             raise OSError(errno.E2BIG, why) from error
         raise
+
+
+def _is_full(descriptor: int) -> bool:
+    """Whether the file system has no room for a few blocks, or for one inode."""
+    space = os.fstatvfs(descriptor)
+    return space.f_bfree < _FEW_BLOCKS or (space.f_files > 0 and not space.f_ffree)
 
 
 def make_directory(parent: int, item: Entry, source: int | None) -> bool:

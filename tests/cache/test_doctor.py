@@ -43,6 +43,21 @@ def test_sources_that_overlap_are_told(folders: dict[str, str], told: str) -> No
     assert told in str(raised.value)
 
 
+@pytest.mark.parametrize(("mode", "told"), [("0640", True), ("600", True), ("0750", False)])
+def test_a_mode_that_lets_only_root_in_is_told(mode: str, told: bool, tmp_path: Path) -> None:
+    """An agent that is updated starts with it."""
+    source = {"kind": "dir", "path": "/s"}
+    given = {"name": "a", "freshness": "frozen", "source": source, "access": {"mode": mode}}
+    section = CacheSettings.model_validate({"datasets": [given]})
+    found = [each for each in doctor.checks(section, tmp_path) if each.name == "access a"]
+    assert bool(found) is told
+    for each in found:
+        with pytest.raises(kit.errors.HostError) as raised:
+            each.look(*each.arguments)
+        assert f"access.mode '{mode}' has no x bit" in str(raised.value)
+        assert "'0755'" in raised.value.remedy
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [("touch", "it is not a directory"), ("", "the directory does not exist")],

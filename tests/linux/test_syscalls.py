@@ -25,3 +25,10 @@ def test_syscall_passes_integers_as_longs() -> None:
 def test_clock_state_is_read() -> None:
     found = syscalls.clock_state()
     assert found.max_error_seconds >= 0 and found.synchronised in (True, False)
+
+
+def test_type_of_a_file_system() -> None:
+    with open("/proc/self/status", "rb") as stream:
+        assert syscalls.file_system(stream.fileno()) == 0x9FA0  # PROC_SUPER_MAGIC
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        syscalls.file_system(-1)

@@ -76,8 +76,6 @@ SLIPS = [
     ("preheat: {windows: ['9-5']}\n", "preheat.windows[0]: ", "like 22:00-06:00 (UTC)"),
     ("cache: {datasets: [{name: a, freshness: frozen}]}\n", "source: ", "setting is missing"),
     (MODE.format("755"), "access.mode: it has to be a text", 'put it in quotes, "755"'),
-    (MODE.format("'0444'"), "'0444' lets nobody enter", "like '0755'"),
-    (MODE.format("'0644'"), "'0644' lets nobody enter", "like '0755'"),
     # two values that do not go together: the line of the one that is to be changed
     ("cache:\n  datasets:\n" + DIR.format("a", "/x") + DIR.format("a", "/z"),
      "f:4: cache.datasets[1].name: ", "dataset 'a' is there twice"),

@@ -12,6 +12,7 @@ import structlog
 import kit.child
 import kit.errors
 from cache.dataset.action import Action, Facts, next_action
+from cache.settings import ViewAccessSettings
 from cache.views import view
 from cache.views.view import Stage
 from tests.cache.work import test_jobs
@@ -207,6 +208,19 @@ async def test_a_view_that_only_root_enters_says_so(
         await shown._set_access()
         why = f"only root may enter the view, as {shut} keeps users out: set access.mode"
         assert shown.notes == ["of the kernel", *([why] if shut else [])]
+
+
+@pytest.mark.parametrize(("mode", "told"), [("0640", True), ("600", True), ("0750", False)])
+async def test_a_mode_that_lets_only_root_in_says_so(
+    mode: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source())
+    access = ViewAccessSettings(mode=mode)
+    shown.settings = shown.settings.model_copy(update={"access": access})
+    monkeypatch.setattr(view, "is_allowed", lambda *_: True)
+    await shown._set_access()
+    why = f"only root may enter the view, as access.mode '{mode}' has no x bit: set access.mode"
+    assert shown.notes == ([why] if told else [])
 
 
 async def test_nobody_hears_of_a_view_before_jobs_may_enter_it(

@@ -406,6 +406,22 @@ async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
     assert (dataset.next, dataset.chosen) == (next_one, chosen), "it is the same one"
 
 
+async def test_choice_that_is_kept_is_insisted_on_whatever_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {"v1": COMPLETE | {"served": 5.0}, "v2": {"state": "partial", "why": "1 entry"}}
+    back = started(tmp_path, left, chosen="v2")
+
+    async def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Generation, "change", full)
+    with pytest.raises(OSError, match="no space"):
+        await choices.update(back, "v1")
+    assert back.dataset.chosen["snapshot"] == "v1"
+    assert back._insists
+
+
 @pytest.mark.parametrize("snapshot", ["a b", "a\n", "ns pool image -", "a/b", "a,b"])
 async def test_a_snapshot_of_an_image_is_one_word(tmp_path: Path, snapshot: str) -> None:
     """The kernel's RBD client takes a line of words."""

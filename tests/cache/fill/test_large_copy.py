@@ -7,6 +7,7 @@ import pytest
 
 from cache.fill import control, large_copy, protocol
 from cache.store import extents, large, tree
+from linux import syscalls
 
 EXTENT = extents.EXTENT_BYTES
 
@@ -63,6 +64,17 @@ def test_holes_of_a_source_are_not_read(folder: Path, reads: list[int]) -> None:
         stream.seek(5 * EXTENT + 7)
         assert stream.read(5) == b"data\0"
         assert os.fstat(stream.fileno()).st_blocks * 512 <= 2**17
+
+
+def test_holes_that_zfs_tells_are_read(
+    folder: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenZFS before 2.2.2 told holes where bytes waited to be written."""
+    with (folder / "source" / "file").open("wb") as stream:
+        stream.truncate(2 * EXTENT)
+    monkeypatch.setattr(syscalls, "file_system", lambda _: 0x2FC12FC1)
+    assert copied(folder, [0, 1]) == [0, 1]
+    assert reads == [0, EXTENT]
 
 
 def test_hole_over_bytes_that_an_earlier_pass_wrote(folder: Path, reads: list[int]) -> None:

@@ -1,7 +1,9 @@
 """The health of the store's disk: the decision, the signs in the kernel's log, the lock."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -112,6 +114,28 @@ def test_missing_store_is_told_from_a_disk_that_fails(
     seen = probe.Probe().look(look)
     assert seen.fault.startswith(fault) and bool(seen.fault) is bool(fault)
     assert (seen.gone, seen.missing) == (bool(fault), missing)
+
+
+@pytest.mark.parametrize("going", [False, True])
+def test_store_that_is_being_deleted_is_not_made_anew(
+    going: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``rm -rf STORE/*`` has reached its marker, and not all that it holds. ``going``: a directory
+    goes while it is looked into."""
+    monkeypatch.setattr(disk, "check", lambda *_: None)
+    left = tmp_path / "store" / "a" / "0"
+    left.mkdir(parents=True)
+    (left / generations.NAME).write_text('{"format": 1, "dataset": "a", "identity": "i"}')
+
+    def gone(*_: Any) -> bool:
+        raise FileNotFoundError(errno.ENOENT, "no such")
+
+    if going:
+        monkeypatch.setattr(disk, "has_generations", gone)
+    look = probe.Look(str(tmp_path / "store"), str(tmp_path), None, 0, False)
+    seen = probe.Probe().look(look)
+    assert (seen.gone, seen.missing) == (True, False)
+    assert "generations" in seen.fault
 
 
 def test_second_agent_is_refused_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,31 @@ def test_xattrs_of_a_directory_that_are_too_large_are_no_full_disk(
 
 
 @pytest.mark.parametrize(
+    ("blocks", "files", "inodes", "number"),
+    [
+        (63, 1000, 10, errno.ENOSPC),
+        (64, 1000, 10, errno.E2BIG),
+        (2**20, 1000, 0, errno.ENOSPC),
+        (2**20, 0, 0, errno.E2BIG),  # a file system that counts no inodes
+    ],
+)
+def test_xattrs_for_which_a_full_disk_has_no_room_are_not_too_large(
+    blocks: int, files: int, inodes: int, number: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tree, "xattrs_of", lambda _: {"user.x": b"y"})
+    monkeypatch.setattr(os, "setxattr", refuse)
+    left = (4096, 4096, 2**21, blocks, blocks, files, inodes, inodes, 0, 255)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(left))
+    with tree.opened_root(tmp_path) as target, pytest.raises(OSError) as error:
+        tree.copy_xattrs(target, target)
+    assert error.value.errno == number
+
+
+@pytest.mark.parametrize(
     ("size", "data", "most"),
     [
         (64 * GIB, [(32 * GIB, 8 * KIB)], 64 * KIB),
