@@ -123,11 +123,11 @@ async def cancel(succession: Succession) -> bool:
 async def _write(succession: Succession, chosen: dict[str, str]) -> None:
     """The choice, durably; an update that is stuck is tried again. The caller has the dataset's
     lock."""
-    dataset = succession.dataset
-    dataset.chosen = chosen
-    await dataset.save_state()
-    if dataset.next is not None and stuck(dataset) and "scan" not in chosen:
-        await dataset.next.change(state="filling", why="")
+    succession.dataset.chosen = chosen
+    await succession.dataset.save_state()
+    next_one = succession.dataset.next
+    if next_one is not None and stuck(succession.dataset) and "scan" not in chosen:
+        await next_one.change(state="filling", why="")
     succession.insist()
 
 
