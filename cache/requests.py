@@ -51,8 +51,10 @@ def paused(cache: "Cache", name: str) -> End | None:
 
 
 async def rescan(cache: "Cache", name: str) -> None:
-    """One that is under way, perhaps begun by an agent that has ended, is not begun again."""
-    if choices.pending(cache.get(name)) is None:
+    """One that is under way, perhaps begun by an agent that has ended, is not begun again, unless
+    it is stuck."""
+    dataset = cache.get(name)
+    if choices.pending(dataset) is None or choices.stuck(dataset):
         await choices.rescan(cache.successions[name])
 
 

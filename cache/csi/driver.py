@@ -85,6 +85,8 @@ class Driver:
                 "it starts when all of the dataset is on the SSD (with wait: complete it tries no "
                 "earlier); raise the budget where not all fits, or set hostUsers: true"
             )
+            if why := self.node.unrenewed.get(each.target, ""):
+                message, advice = f"{message}; {why}", "mend that, or set hostUsers: true"
             rule, about = "volume-not-mapped", each.pod or each.target
             yield Finding(f"{rule}/{each.target}", rule, Severity.WARNING, about, message, advice)
 

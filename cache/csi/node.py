@@ -44,6 +44,8 @@ class NodeService:
     def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
         self.volumes: dict[str, records.DatasetVolume] = {}
         self.unmapped: dict[str, records.DatasetVolume] = {}  # of pods that cannot start for it
+        self.unrenewed: dict[str, str] = {}  # why, by target: what was tried last is the last
+        self._renewed: dict[str, mountinfo.Mount] = {}  # the view's, by target
         self.settings = CsiSettings()
         self.here = ThisNode()
         self._datasets = datasets
@@ -200,6 +202,7 @@ class NodeService:
             await kit.child.call(mounts.unpublish, target, deadline=UNMOUNT_SECONDS)
         volume = self.volumes.pop(target, None)
         self._sizes.pop(target, None)
+        self._renewed.pop(target, None)
         for name, dataset in self._datasets.items():
             if volume is not None and volume.holds(name):
                 dataset.wake()  # it may discard now what the volume held
@@ -211,26 +214,62 @@ class NodeService:
 
         Until then no runtime starts their containers, so nobody reads what is exchanged here.
         """
-        table = await asyncio.to_thread(mountinfo.read)
         direct = [v for v in self.volumes.values() if v.layout == volumes.VolumeLayout.DIRECT]
-        shown_at = {v.target: mountinfo.at(v.target, table)[-1:] for v in direct}
-        bad = [v for v in direct if any(not volumes.maps(m.fstype) for m in shown_at[v.target])]
+        if not direct:
+            self.unmapped, self.unrenewed = {}, {}
+            return
+        table = await asyncio.to_thread(mountinfo.read)
+        tops = {v.target: mountinfo.at(v.target, table)[-1:] for v in direct}
+        bad = [v for v in direct if any(not volumes.maps(m.fstype) for m in tops[v.target])]
         own = await asyncio.to_thread(lambda: [v for v in bad if _has_users(v.target)])
+        stores = {v.target: self._store(v, table) for v in own}
+        # Of one that shows the store already nobody knows better: its pod may run well.
+        own = [v for v in own if not _same_device(tops[v.target], stores[v.target])]
         self.unmapped = {volume.target: volume for volume in own}
-        for volume in own[:MOST_AT_ONCE]:
-            dataset = self._datasets.get(volume.dataset)
-            if dataset is None or shown(dataset).stage is not Stage.STORE:
-                continue
-            record = str(records.file_of(self._folder, volume.target))
-            try:
-                with self._alone(volume.target):
-                    await kit.child.call(
-                        mounts.renew, volume.target, dataset.view, record, deadline=MOUNT_SECONDS
-                    )
-                log.info("volume shows the SSD now", pod=volume.pod, target=volume.target)
-                del self.unmapped[volume.target]
-            except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                log.warning("volume could not be renewed", target=volume.target, why=str(error))
+        self.unrenewed = {t: why for t, why in self.unrenewed.items() if stores.get(t)}
+        able = [(v, store) for v in own for store in stores[v.target]]
+        for volume, store in able:
+            if not volumes.maps(store.fstype):
+                why = f"the SSD's file system, {store.fstype}, is not known to map users"
+                self._not_renewed(volume.target, why)
+        # Whatever cannot be renewed keeps no other one from its turn.
+        turn = {target: place for place, target in enumerate(self.unrenewed)}
+        able.sort(key=lambda each: turn.get(each[0].target, -1))
+        due = [each for each in able if self._is_due(*each)]
+        await asyncio.gather(*(self._renew(*each) for each in due[:MOST_AT_ONCE]))
+
+    def _store(
+        self, volume: records.DatasetVolume, table: list[mountinfo.Mount]
+    ) -> list[mountinfo.Mount]:
+        """The mount at its dataset's view, once that shows the store."""
+        dataset = self._datasets.get(volume.dataset)
+        if dataset is None or shown(dataset).stage is not Stage.STORE:
+            return []
+        return mountinfo.at(dataset.view, table)[-1:]
+
+    def _is_due(self, volume: records.DatasetVolume, store: mountinfo.Mount) -> bool:
+        """One exchange for each mount of the view: a second one would change nothing."""
+        done = self._renewed.get(volume.target) == store
+        return volumes.maps(store.fstype) and not done and volume.target not in self._busy
+
+    async def _renew(self, volume: records.DatasetVolume, store: mountinfo.Mount) -> None:
+        target, view = volume.target, store.target
+        record = str(records.file_of(self._folder, target))
+        try:
+            with self._alone(target):
+                await kit.child.call(mounts.renew, target, view, record, deadline=MOUNT_SECONDS)
+                self._renewed[target] = store
+        except (kit.errors.AgentError, OSError, RuntimeError) as error:
+            self._not_renewed(target, str(error))
+            return
+        log.info("volume shows the SSD now", pod=volume.pod, target=target)
+        self.unmapped.pop(target, None)
+        self.unrenewed.pop(target, None)
+
+    def _not_renewed(self, target: str, why: str) -> None:
+        if self.unrenewed.pop(target, None) != why:  # else it is logged already
+            log.warning("volume could not be renewed", target=target, why=why)
+        self.unrenewed[target] = why
 
     # --- what volumes hold
 
@@ -250,6 +289,10 @@ class NodeService:
 
 def _has_users(target: str) -> bool:
     return (volumes.pod_folder(target) / volumes.USERS).exists()
+
+
+def _same_device(some: list[mountinfo.Mount], others: list[mountinfo.Mount]) -> bool:
+    return any(one.device == other.device for one in some for other in others)
 
 
 def _data(volume: records.DatasetVolume) -> str:

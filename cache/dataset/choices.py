@@ -88,14 +88,18 @@ async def rescan(succession: Succession) -> None:
     if dataset.removed or state not in ("complete", "partial"):
         raise dataset.refused(f"it is {dataset.state()}: its source is listed when it fills",
                        f"'nodeagent dataset warm {dataset.name}'")  # fmt: skip
-    stuck = dataset.next is not None and dataset.next.record.state == "partial"
-    if pending(dataset) is not None and not stuck:
+    if pending(dataset) is not None and not stuck(dataset):
         raise dataset.refused("its source is being listed again already", "wait, or cancel it")
-    scan = f"{time.time_ns():x}" if pending(dataset) is None else dataset.chosen["scan"]
     async with dataset.lock:
         with base.asked_once():
             await dataset.reach()  # a rescan of what does not answer is refused at once
-        await _write(succession, {"scan": scan})
+        # Never the scan of a stuck one: what that has listed may have changed since.
+        await _write(succession, {"scan": f"{time.time_ns():x}"})
+
+
+def stuck(dataset: Dataset) -> bool:
+    """Whether the next generation waits: no more of it can be stored now."""
+    return dataset.next is not None and dataset.next.record.state == "partial"
 
 
 def pending(dataset: Dataset) -> str | None:
@@ -123,7 +127,7 @@ async def _write(succession: Succession, chosen: dict[str, str]) -> None:
     await succession.dataset.save_state()
     next_one = succession.dataset.next
     try:
-        if next_one is not None and next_one.record.state == "partial":
+        if next_one is not None and stuck(succession.dataset) and "scan" not in chosen:
             await next_one.change(state="filling", why="")
     finally:
         succession.insist()  # the choice is kept, so it is carried out

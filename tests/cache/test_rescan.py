@@ -2,6 +2,7 @@
 
 import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,32 @@ def test_rescan_goes_on_after_a_kill_and_is_cancelled_by_an_operator(
     node.wait_state("a", "complete")
     trees.assert_equal(source, node.view("a"))
     assert [each["state"] for each in generations(node)] == ["current", "earlier"]
+
+
+def test_rescan_asked_again_takes_over_what_changed_while_it_was_stuck(
+    area: Path, node: Agent
+) -> None:
+    source = start(area, node)
+    # What lies on another file system is not copied.
+    place = source / "d0" / "mountpoint"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(place)], check=True)
+    try:
+        (place / "x").touch()
+        node.tell("a", "rescan")
+
+        def stuck() -> bool:
+            return "dataset-update-stuck" in rules(node)
+
+        node.wait_for(stuck, 60, "the rescan to be stuck")
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    changed = next(each for each in sorted((source / "d5").iterdir()) if each.is_file())
+    changed.write_bytes(os.urandom(5000))
+    done = node.cli("dataset", "rescan", "a", "--wait")
+    assert done.returncode == 0, done.stderr
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
 
 
 def test_frozen_cephfs_is_compared_and_listed_again(

@@ -377,30 +377,26 @@ async def test_what_an_operator_asks_of_a_source_that_is_away_is_not_tried_again
     assert error.value.remedy == "create or mount it; ask again once it answers"
 
 
-@pytest.mark.parametrize("ask", ["rescan", "update"])
-async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
-    ask: str, tmp_path: Path, discarded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def answers(_: Dataset) -> None:
-        pass
+async def answers(_: Dataset) -> None:
+    pass
 
+
+STUCK: dict[str, dict[str, Any]] = {
+    "": COMPLETE | {"served": 5.0},
+    "b": {"state": "partial", "why": "1 entry", "failed": 1},
+}
+
+
+async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
+    tmp_path: Path, discarded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Dataset, "reach", answers)
-    left = {
-        "": COMPLETE | {"served": 5.0},
-        "b": {"state": "partial", "why": "1 entry", "failed": 1},
-    }
-    if ask == "rescan":
-        back = frozen(tmp_path, left, chosen="b")
-        call = choices.rescan(back)
-    else:
-        left = {"v1": left[""], "v2": left["b"]}
-        back = started(tmp_path, left, chosen="v2")
-        call = choices.update(back, "v2")
+    back = started(tmp_path, {"v1": STUCK[""], "v2": STUCK["b"]}, chosen="v2")
     dataset, next_one = back.dataset, back.dataset.next
     assert next_one is not None
     next_one.due.fill_later(900.0)
     chosen = dict(dataset.chosen)
-    await call
+    await choices.update(back, "v2")
     assert (next_one.record.state, next_one.record.why) == ("filling", "")
     assert next_one.due.fill()
     assert (dataset.next, dataset.chosen) == (next_one, chosen), "it is the same one"
@@ -420,6 +416,31 @@ async def test_choice_that_is_kept_is_insisted_on_whatever_fails_after_it(
         await choices.update(back, "v1")
     assert back.dataset.chosen["snapshot"] == "v1"
     assert back._insists
+
+
+@pytest.mark.parametrize("asked", ["by a command", "by an annotation"])
+async def test_rescan_that_is_stuck_and_is_asked_for_again_lists_all_again(
+    asked: str, tmp_path: Path, discarded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that the stuck one has listed may have changed since."""
+    monkeypatch.setattr(Dataset, "reach", answers)
+    back = frozen(tmp_path, STUCK, chosen="b")
+    dataset, stuck = back.dataset, back.dataset.next
+    assert stuck is not None
+    if asked == "by a command":
+        await choices.rescan(back)
+    else:
+        cache: Any = types.SimpleNamespace(successions={"a": back}, get=lambda _: dataset)
+        await requests.rescan(cache, "a")
+        assert requests.rescanned(cache, "a") is None
+    assert dataset.chosen["scan"] not in ("", "b")
+    assert next_step(back.facts()) is Step.DROP
+    await back._do(Step.DROP)
+    assert discarded == [stuck.folder]
+    assert next_step(back.facts()) is Step.BEGIN
+    await back._do(Step.BEGIN)
+    assert dataset.next is not None
+    assert (dataset.next.scan, dataset.next.record.state) == (dataset.chosen["scan"], "new")
 
 
 @pytest.mark.parametrize("snapshot", ["a b", "a\n", "ns pool image -", "a/b", "a,b"])
