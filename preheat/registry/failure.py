@@ -166,6 +166,10 @@ _WORDS: dict[Kind, str] = {
     # The bytes are those that their digest says: fetching them again mends nothing.
     "|mismatched image rootfs|wrong diff id|unmarshal image config|invalid tar header",
     Kind.NOT_FOUND: r"not found|manifest unknown|\b404\b",
+    # With more around them than a name of an image has.
+    Kind.NETWORK: r"\bdial (tcp|udp)|(i/o|handshake|gateway) timeout|client\.timeout|timed out"
+    r"|deadline exceeded|connection (reset|refused)|broken pipe|no such host|no route to host"
+    r"|network is unreachable|\b(unexpected eof|eof$)|\btls: |x509: |unexpected status.*: 5\d\d\b",
 }
 
 

@@ -237,6 +237,16 @@ def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
         ("bad_image", "words that nobody knows", "bad_image"),
         ("bad_image", "429 too many requests", "busy"),
         ("network", "words that nobody knows", "network"),
+        ("bad_image", "dial tcp 10.0.0.1:443: i/o timeout", "network"),
+        ("bad_image", "read tcp: connection reset by peer", "network"),
+        ("bad_image", "dial tcp: connect: connection refused", "network"),
+        ("bad_image", "failed to copy: unexpected EOF", "network"),
+        ("bad_image", "dial tcp: lookup r.e: no such host", "network"),
+        ("bad_image", "net/http: TLS handshake timeout", "network"),
+        ("bad_image", "tls: failed to verify certificate: x509: unknown authority", "network"),
+        ("bad_image", "Client.Timeout exceeded while awaiting headers", "network"),
+        ("bad_image", "unexpected status from HEAD request to x: 503 Service Unavailable", "network"),
+        ("bad_image", "r.e/eof-tls/timeout:v1: words that nobody knows", "bad_image"),
     ],
 )
 async def test_what_the_lookup_could_not_read_and_the_runtime_not_pull_is_a_bad_image(
