@@ -169,7 +169,7 @@ _WORDS: dict[Kind, str] = {
     # With more around them than a name of an image has.
     Kind.NETWORK: r"\bdial (tcp|udp)|(i/o|handshake|gateway) timeout|client\.timeout|timed out"
     r"|deadline exceeded|connection (reset|refused)|broken pipe|no such host|no route to host"
-    r"|network is unreachable|\b(unexpected eof|eof$)|\btls: |x509: |unexpected status.*: 5\d\d\b",
+    r"|network is unreachable|(^|: |unexpected )eof\b|\btls: |x509: |unexpected status.*: 5\d\d\b",
 }
 
 

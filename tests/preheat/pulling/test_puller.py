@@ -245,7 +245,7 @@ def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
         ("bad_image", "net/http: TLS handshake timeout", "network"),
         ("bad_image", "tls: failed to verify certificate: x509: unknown authority", "network"),
         ("bad_image", "Client.Timeout exceeded while awaiting headers", "network"),
-        ("bad_image", "unexpected status from HEAD request to x: 503 Service Unavailable", "network"),
+        ("bad_image", "unexpected status from HEAD request: 503 Service Unavailable", "network"),
         ("bad_image", "r.e/eof-tls/timeout:v1: words that nobody knows", "bad_image"),
     ],
 )
