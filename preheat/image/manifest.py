@@ -272,7 +272,8 @@ async def shape(top: Target, read: Read, platform: str) -> Shape:
     documents.append((config_digest, config_size))
     config = load(await read(config_digest), f"config {config_digest}")
     if not named and (runs := _platform({**config, "variant": ""})) not in _runs(platform):
-        raise _other_platform(platform, [runs])
+        # Of several without a platform another one may fit: the runtime tries them.
+        raise BadImageError(str(_other_platform(platform, [runs])))
     listed = body.get("layers")
     rootfs = config.get("rootfs")
     diff_ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None

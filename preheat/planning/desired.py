@@ -233,11 +233,10 @@ def newly_dropped(inventory: base.ImageInventory, requested: Mapping[str, Reques
 
 
 def stale_notes(
-    inventory: base.ImageInventory, requested: Mapping[str, Request], now: float
+    inventory: base.ImageInventory, requested: Mapping[str, Request]
 ) -> list[base.Hold]:
     """Notes about images that nobody requests and the node does not have, and notes that an image
-    was dropped which is requested again or no longer held. Also that its time was over at one that
-    is still to come: the clock was ahead, and no use would count.
+    was dropped which is requested again or no longer held.
     """
     names = {record.name for record in inventory.records}
     dropped = {each.ref for each in requested.values() if each.dropped_until is not None}
@@ -245,8 +244,12 @@ def stale_notes(
     def is_stale(hold: base.Hold) -> bool:
         if hold.state == "dropped":
             return hold.ref not in dropped
-        if hold.state == "expired" and hold.created > now + AHEAD_SECONDS:
-            return True
         return hold.ref not in requested and not (hold.state == "released" and hold.ref in names)
 
     return [hold for hold in inventory.held("note") if is_stale(hold)]
+
+
+def notes_ahead(inventory: base.ImageInventory, now: float) -> list[base.Hold]:
+    """Notes that a time was over at one that is still to come, after which no use would count: the
+    clock was ahead, or is behind."""
+    return [each for each in inventory.notes("expired") if each.created > now + AHEAD_SECONDS]

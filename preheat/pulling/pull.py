@@ -174,43 +174,47 @@ class _Foreign(Exception):
 
 
 class Footprint:
-    """What one pull takes of the disk. ``took``: bytes, when that was not enough for it."""
+    """What one pull takes of the disk itself: what it fetched, and what is unpacked below its hold.
+    What others write meanwhile says nothing of its image."""
 
     def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
         self._pulls, self._request = pulls, request
-        self._free: int | None = None  # bytes when it began
-        self.took = 0
+        self._hold: base.Hold | None = None
+        self._before: frozenset[str] = frozenset()  # unpacked by earlier attempts
+        self._most = 0
 
-    async def begin(self) -> None:
-        node = await self._disk()
-        self._free = None if node is None else node.free
+    @property
+    def took(self) -> int:
+        """Bytes, when that is more than was planned for; else 0."""
+        return self._most if self._most > self._request.need else 0
 
-    async def check(self) -> None:
+    async def begin(self, hold: base.Hold) -> None:
+        self._hold = None  # nothing is measured without what was there before
+        with contextlib.suppress(base.RuntimeCallError):
+            self._before = await self._pulls.runtime.unpacked(hold)
+            self._hold = hold
+
+    async def check(self, fetched: int) -> None:
         """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
-        When others filled the disk, the work loop pauses it, and its bytes stay."""
-        node = await self._disk()
-        if node is None or not node.pressed:
-            return
-        taken = self._taken(0 if node.lacks_inodes else node.free)
-        if taken > self._request.need:
-            self.took = taken
+        When others filled the disk, or files did, the work loop pauses it, and its bytes stay."""
+        with contextlib.suppress(kit.errors.AgentError):
+            node = await self._pulls.disk()
+            if node is not None and node.pressed and not node.lacks_inodes:
+                await self.measure(fetched)
+        if self.took:
             text = "it brought the disk to the kubelet's threshold, with more than was planned for"
             raise PullError(self._request.ref, Kind.DISK, text)
 
-    def filled(self) -> None:
-        """It found no space."""
-        self.took = self.took or self._taken(0)
-
-    async def _disk(self) -> plan.Node | None:
-        with contextlib.suppress(kit.errors.AgentError):
-            return await self._pulls.disk()
-        return None
-
-    def _taken(self, free: int) -> int:
-        """Without what other pulls may have taken."""
-        every = self._pulls.running.items()
-        others = sum(each.need for ref, each in every if ref != self._request.ref)
-        return 0 if self._free is None else max(0, self._free - free - others)
+    async def measure(self, fetched: int) -> None:
+        """The most counts: a runtime removes what it could not unpack."""
+        if self._hold is None:
+            return
+        with contextlib.suppress(base.RuntimeCallError):
+            taken = fetched
+            for name in await self._pulls.runtime.unpacked(self._hold) - self._before:
+                with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
+                    taken += await self._pulls.runtime.layers.usage(name)
+            self._most = max(self._most, taken)
 
 
 class Puller:
@@ -240,7 +244,7 @@ class Puller:
         try:
             await self._update_progress()
             self._before = self.progress.bytes_done
-            await self.footprint.begin()
+            await self.footprint.begin(hold)
             with self._pulls.writers.demand(self._layers):
                 await self._ingest(hold)
                 image_id = await self._pull(hold)
@@ -272,6 +276,11 @@ class Puller:
             return 0
         return max(0, self.progress.bytes_done - self.progress.mounted - self._before)
 
+    @property
+    def _own(self) -> int:
+        """Bytes that it surely brought: without a lookup it sees what others fetch, too."""
+        return self.fetched if self._shape is not None else 0
+
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
             "pull",
@@ -297,7 +306,7 @@ class Puller:
         await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
-                self.footprint.filled()
+                await self.footprint.measure(self._own)
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
@@ -422,7 +431,7 @@ class Puller:
                 if pull.done():
                     break
                 await self._update_progress()
-                await self.footprint.check()
+                await self.footprint.check(self._own)
                 now, flowing = time.monotonic(), await self._pulls.flowing(self.progress)
                 if flowing != last or self.progress.phase != "fetching":
                     last, since = flowing, now
@@ -486,7 +495,6 @@ class Running:
 
     progress: PullProgress
     task: asyncio.Task[None]
-    need: int  # bytes on disk, as it was planned
 
 
 class Pulls:
@@ -569,7 +577,7 @@ class Pulls:
     def start(self, request: desired.Request) -> None:
         puller = Puller(self, request)
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
-        self.running[request.ref] = Running(puller.progress, task, request.need)
+        self.running[request.ref] = Running(puller.progress, task)
         log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
 
     async def _run(self, request: desired.Request, puller: Puller) -> None:

@@ -207,8 +207,18 @@ class Reconciler:
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
     ) -> None:
         """Note what the settings dropped just now, and end the notes that say nothing any more."""
-        for note in desired.stale_notes(inventory, requests, time.time()):
+        for note in desired.stale_notes(inventory, requests):
             await self.runtime.end(note)
+        now = time.time()
+        for note in desired.notes_ahead(inventory, now):
+            # The use before it, too, or that would count when the clock is right again.
+            used = inventory.last_used.get(note.digest)
+            if used is not None:
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.runtime.content.note_use(note.digest, used)
+            await self.runtime.end(note)
+            if note.ref in requests:
+                await self.runtime.begin(dataclasses.replace(note, created=now))
         for ref in desired.newly_dropped(inventory, requests):
             await self.note(ref, "policy", "dropped")
             log.warning("the settings dropped an image", image=ref, why=requests[ref].dropped_text)

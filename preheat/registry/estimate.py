@@ -71,6 +71,8 @@ log = structlog.get_logger("preheat")
 
 # A guess for layers that are not unpacked here: how framework images compress, on the large side.
 GUESSED_RATIO = 3
+# gzip counts to 4 GiB and begins anew: beyond that a smaller layer would have grown tenfold.
+COUNTED_RIGHT = 400 * 1024**2
 MOST_SHAPES = 1024
 MOST_USAGES = 16384
 
@@ -131,9 +133,9 @@ def missing(shape: manifest.Shape, inventory: base.ImageInventory) -> tuple[mani
 
 
 def _unpacked(layer: manifest.Layer) -> int:
-    """gzip says the size of its last member alone, and counts to 4 GiB before it begins anew."""
+    """gzip says the size of its last member alone."""
     guess = layer.size * (1 if layer.media_type.endswith(".tar") else GUESSED_RATIO)
-    if layer.unpacked < layer.size or guess >= 1 << 32:
+    if layer.unpacked < layer.size or layer.size >= COUNTED_RIGHT:
         return max(guess, layer.unpacked)
     return layer.unpacked
 

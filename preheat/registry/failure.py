@@ -96,7 +96,7 @@ class PullFailure:
     at: float = 0.0  # Unix time of the failure
     final: bool = False  # there is no such image
     digest: str = ""  # of the image that was pulled; empty: not known
-    took: int = 0  # bytes that it took of the disk, when it had not enough
+    took: int = 0  # bytes that it took of the disk itself, when that was more than planned
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
@@ -105,8 +105,8 @@ class PullFailure:
         return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
 
     def least(self, digest: str, now: float) -> int:
-        """Bytes that the image ``digest`` needs at least, as it filled the disk once; for an hour
-        for each attempt, because somebody else may have filled it."""
+        """Bytes that the image ``digest`` needs at least, as it took them once; for an hour for
+        each attempt, because some of them may be here since, of an image that shares layers."""
         counts = self.digest == digest and now - self.at < 3600.0 * min(self.attempts, 24)
         return self.took if counts else 0
 
@@ -166,6 +166,10 @@ _WORDS: dict[Kind, str] = {
     # The bytes are those that their digest says: fetching them again mends nothing.
     "|mismatched image rootfs|wrong diff id|unmarshal image config|invalid tar header",
     Kind.NOT_FOUND: r"not found|manifest unknown|\b404\b",
+    # With more around them than a name of an image has.
+    Kind.NETWORK: r"\bdial (tcp|udp)|(i/o|handshake|gateway) timeout|client\.timeout|timed out"
+    r"|deadline exceeded|connection (reset|refused)|broken pipe|no such host|no route to host"
+    r"|network is unreachable|(^|: |unexpected )eof\b|\btls: |x509: |unexpected status.*: 5\d\d\b",
 }
 
 

@@ -155,6 +155,11 @@ class Containerd:
         After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
 
+    async def unpacked(self, hold: base.Hold) -> frozenset[str]:
+        """What was unpacked below a hold, and what is being unpacked: names of snapshots."""
+        held = await self._leases.resources(hold.id)
+        return frozenset(each.id for each in held if each.type.startswith("snapshots/"))
+
     # --- pin and heal -----------------------------------------------------------------------------
 
     async def pin(self, hold: base.Hold) -> base.Hold:

@@ -129,6 +129,27 @@ async def test_notes_of_an_older_agent_are_read_and_ended(kept: tuple[Preheat, K
     assert runtime.states() == set()
 
 
+@pytest.mark.parametrize("kept", [{"for": "1m"}], indirect=True)
+async def test_a_clock_that_is_set_back_brings_back_no_image_whose_time_was_over(
+    kept: tuple[Preheat, Keeping],
+) -> None:
+    """It is behind for a while after a boot. A use from then on counts, and none before."""
+    room, runtime = kept
+    began, target = time.time(), runtime.shape.top
+    runtime.last_used = {target.digest: began + 1800.0}
+    runtime.kept.clear()
+    await runtime.begin(
+        base.Hold("note", REF, "policy", target, state="expired", created=began + 3600.0)
+    )
+    for _ in range(2):
+        await room.reconciler.cycle()
+
+    (note,) = runtime.kept.values()
+    assert note.state == "expired"
+    assert began <= runtime.last_used[target.digest] <= note.created <= time.time()
+    assert not room.show(REF).pinned
+
+
 @pytest.mark.parametrize("kept", ["always"], indirect=True)
 async def test_what_filled_the_disk_is_planned_with_what_it_took(
     kept: tuple[Preheat, Keeping],

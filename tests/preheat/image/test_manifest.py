@@ -135,8 +135,10 @@ async def test_the_config_decides_where_an_index_names_no_platform(
     if runs:
         await manifest.shape(top, documents.read, "linux/amd64")
         return
-    with pytest.raises(manifest.NoPlatformError, match="no image for linux/amd64, only for"):
+    with pytest.raises(manifest.BadImageError, match="no image for linux/amd64, only") as raised:
         await manifest.shape(top, documents.read, "linux/amd64")
+    # Another entry without a platform may fit: the runtime tries it.
+    assert not isinstance(raised.value, manifest.NoPlatformError)
 
 
 @pytest.mark.parametrize(

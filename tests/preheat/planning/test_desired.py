@@ -130,7 +130,7 @@ def test_what_the_settings_dropped_stays_until_its_time(role: Any) -> None:
     assert not later[REF].pins
     assert not later[REF].is_looked_up
     assert desired.newly_dropped(held(kept, note), later) == []
-    assert desired.stale_notes(held(kept, note), later, NOW) == []
+    assert desired.stale_notes(held(kept, note), later) == []
     assert not later[REF].is_ended(NOW)
     assert later[REF].is_ended(NOW + 3000)
 
@@ -142,7 +142,7 @@ def test_an_image_that_is_back_in_the_settings_was_never_dropped() -> None:
 
     assert desired.lingering(policy, inventory, wanted, NOW) == {}
     assert wanted[REF] == Request(REF, "policy", priority=3)
-    assert [each.state for each in desired.stale_notes(inventory, wanted, NOW)] == ["dropped"]
+    assert [each.state for each in desired.stale_notes(inventory, wanted)] == ["dropped"]
 
 
 def test_dropped_is_neither_what_an_operator_asked_nor_what_use_keeps() -> None:
@@ -168,14 +168,15 @@ def test_stale_notes_are_those_about_nothing() -> None:
     present = inventory(holds=(paused, released))
     absent = base.ImageInventory(holds=(paused, released))
 
-    assert desired.stale_notes(present, {}, NOW) == [paused]
-    assert desired.stale_notes(absent, {}, NOW) == [paused, released]
-    assert desired.stale_notes(absent, {REF: Request(REF, "policy")}, NOW) == []
+    assert desired.stale_notes(present, {}) == [paused]
+    assert desired.stale_notes(absent, {}) == [paused, released]
+    assert desired.stale_notes(absent, {REF: Request(REF, "policy")}) == []
 
 
-def test_a_note_of_a_clock_that_was_ahead_says_nothing() -> None:
-    """No use would come after it, and the image would stay without its pin for ever."""
+def test_notes_of_a_clock_that_was_ahead_are_known() -> None:
     wanted = {REF: Request(REF, "policy", keep="for:60")}
     now, ahead = (at(hold("note", "policy", "expired"), NOW + n) for n in (0.0, 3600.0))
-    assert desired.stale_notes(held(now), wanted, NOW) == []
-    assert desired.stale_notes(held(ahead), wanted, NOW) == [ahead]
+    assert desired.stale_notes(held(now), wanted) == []
+    assert desired.stale_notes(held(ahead), wanted) == []
+    assert desired.notes_ahead(held(now), NOW) == []
+    assert desired.notes_ahead(held(ahead), NOW) == [ahead]

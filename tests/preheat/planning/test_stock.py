@@ -23,7 +23,7 @@ def hold(role: Any, created: float, state: str = "") -> base.Hold:
         ("note", "dropped", 0.0, 60.0),
         ("pin", "", -DAY, 11 * DAY + 60),  # of an earlier one
         ("pin", "", 30 * DAY, 60.0),  # by a clock that was ahead
-        ("note", "expired", 30 * DAY, -20 * DAY + 60),  # says so: see desired.stale_notes
+        ("note", "expired", 30 * DAY, -20 * DAY + 60),  # says so: see desired.notes_ahead
     ],
 )
 async def test_a_hold_is_as_old_as_the_time_that_passed(

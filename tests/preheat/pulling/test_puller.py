@@ -14,7 +14,7 @@ from preheat.pulling import pull
 from preheat.registry import failure, resolver
 from preheat.runtimes import base, containerd_api, holds
 from preheat.runtimes import containerd_pb2 as pb
-from tests.preheat.registry.test_estimate import shape_of
+from tests.preheat.registry.test_estimate import DIGEST, shape_of
 from tests.testbed import constants
 
 REF = "r.e/fw/a:v1"
@@ -30,6 +30,8 @@ class Runtime:
         self.aborted: list[str] = []
         self.here: dict[str, int] = {}  # bytes of each layer
         self.moved: dict[str, base.Ingest] = {}
+        # Bytes of each snapshot below the hold; None: it is gone by the time its use is asked.
+        self.taken: dict[str, int | None] = {"before": 250}
         self.content = self.cri = self.layers = self
         self.unpacks = True
         self.target = SHAPE.top
@@ -54,6 +56,15 @@ class Runtime:
 
     async def ingests(self) -> Mapping[str, base.Ingest]:
         return self.moved
+
+    async def unpacked(self, _: base.Hold) -> frozenset[str]:
+        return frozenset(self.taken)
+
+    async def usage(self, name: str) -> int:
+        size = self.taken[name]
+        if size is None:
+            raise base.RuntimeCallError("snapshot", "not found", "", "NOT_FOUND")
+        return size
 
     async def inventory(self) -> base.ImageInventory:
         return base.ImageInventory(records=(base.Record(REF, self.target),))
@@ -94,7 +105,7 @@ def puller(
     pulls = pull.Pulls(anything, lookups, lookups, disk or no_disk, lambda: None)
     pulls.limit = pull.Limiter(rate)
     other: Any = None
-    pulls.running["other"] = pull.Running(pull.PullProgress(SHAPE, 0), other, 50)
+    pulls.running["other"] = pull.Running(pull.PullProgress(SHAPE, 0), other)
     return pull.Puller(pulls, desired.Request(REF, "policy", fetch=200))
 
 
@@ -172,29 +183,40 @@ def disk_of(*free: int, inodes: float = 1.0) -> Any:
     return disk
 
 
+# What the plan starts beside another pull: below the threshold there is room for both.
+REQUEST = desired.Request(REF, "policy", digest=SHAPE.top.digest, measured=True, fetch=200)
+OTHER = desired.Request("other", "policy", measured=True, fetch=50, running=True)
+
+
 @pytest.mark.parametrize(
-    ("disk", "took"),
+    ("disk", "layers", "took"),
     [
-        (disk_of(800, 700, 100), 650),  # beside 50 of another pull
-        (disk_of(800, 700, 690, inodes=0.01), 750),  # of files, not of bytes: all that was free
-        (disk_of(300, 200, 100), None),  # as much as was planned: others filled the disk
-        (disk_of(800, 300), None),  # there is room
+        (disk_of(420, 420, 100), {"a": 150, "extract-1 b": 100}, 250),
+        (disk_of(420, 420, 100), {"a": 100, "extract-1 b": 100}, 0),
+        (disk_of(420, 420, 100), {"before": 250}, 0),
+        (disk_of(420, 420, 290, inodes=0.01), {"a": 250}, 0),
+        (disk_of(420, 300), {"a": 250}, 0),
+        (disk_of(420, 420, 100), {"a": None, "b": 250}, 250),
     ],
-    ids=["over", "inodes", "others", "room"],
+    ids=["over", "others", "earlier", "inodes", "room", "committed meanwhile"],
 )
 async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
-    disk: Any, took: int | None
+    disk: Any, layers: dict[str, int | None], took: int
 ) -> None:
-    """An unpack fills a disk between two looks of the work loop."""
+    """An unpack fills a disk between two looks of the work loop. Others that fill it cost the pull
+    nothing: the loop pauses it."""
     runtime = Runtime()
+    node = await disk()
+    assert plan.decide(node, [REQUEST, OTHER], [], 2, 0.0).pulls == (REF,)
 
     async def pulled() -> str:
-        await asyncio.sleep(3600 if took is not None else 5 * pull.POLL_SECONDS)
+        runtime.taken |= layers
+        await asyncio.sleep(30 if took else 5 * pull.POLL_SECONDS)
         return ""
 
     runtime.pulled = pulled
     one = puller(runtime, disk=disk)
-    if took is None:
+    if not took:
         assert await one.run() is not None
         assert one.footprint.took == 0
         return
@@ -206,21 +228,45 @@ async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
     assert len(runtime.ended) == 1
 
 
-async def test_a_pull_that_found_no_space_took_all_that_was_free() -> None:
+@pytest.mark.parametrize(("layer", "took"), [(250, 250), (150, 0)], ids=["itself", "others"])
+async def test_a_pull_that_found_no_space_counts_with_what_its_own_layers_took(
+    layer: int, took: int
+) -> None:
     runtime = Runtime()
 
     async def pulled() -> str:
+        runtime.taken["a"] = layer
         raise base.RuntimeCallError("r", "write /x: no space left on device", "")
 
     runtime.pulled = pulled
-    one = puller(runtime, disk=disk_of(800))
+    one = puller(runtime, disk=disk_of(420))
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.footprint.took == 750
+    assert one.footprint.took == took
+    assert len(runtime.ended) == 1
+
+
+@pytest.mark.parametrize(("lookup_failed", "took"), [(None, 391), ("auth", 240)])
+async def test_what_others_fetch_is_not_what_an_image_without_a_lookup_took(
+    lookup_failed: str | None, took: int
+) -> None:
+    runtime = Runtime()
+
+    async def pulled() -> str:
+        runtime.moved = {DIGEST: base.Ingest(theirs=10**6)}
+        runtime.here = {each.digest: 100 for each in SHAPE.layers}
+        runtime.taken["a"] = took if lookup_failed else took - 201  # and what was fetched
+        raise base.RuntimeCallError("r", "write /x: no space left on device", "")
+
+    runtime.pulled = pulled
+    one = puller(runtime, lookup_failed=lookup_failed)
+    with pytest.raises(failure.PullError):
+        await one.run()
+    assert one.footprint.took == took
 
 
 def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
-    """Longer each time: somebody else may have filled it."""
+    """Longer each time."""
     failed = failure.PullFailure(failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=9)
     hour = 3600.0
     assert failed.least("d", 100.0 + 1.9 * hour) == 9
@@ -237,6 +283,16 @@ def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
         ("bad_image", "words that nobody knows", "bad_image"),
         ("bad_image", "429 too many requests", "busy"),
         ("network", "words that nobody knows", "network"),
+        ("bad_image", "dial tcp 10.0.0.1:443: i/o timeout", "network"),
+        ("bad_image", "read tcp: connection reset by peer", "network"),
+        ("bad_image", "dial tcp: connect: connection refused", "network"),
+        ("bad_image", "failed to copy: unexpected EOF", "network"),
+        ("bad_image", "dial tcp: lookup r.e: no such host", "network"),
+        ("bad_image", "net/http: TLS handshake timeout", "network"),
+        ("bad_image", "tls: failed to verify certificate: x509: unknown authority", "network"),
+        ("bad_image", "Client.Timeout exceeded while awaiting headers", "network"),
+        ("bad_image", "unexpected status from HEAD request: 503 Service Unavailable", "network"),
+        ("bad_image", "r.e/eof-tls/timeout:v1: words that nobody knows", "bad_image"),
     ],
 )
 async def test_what_the_lookup_could_not_read_and_the_runtime_not_pull_is_a_bad_image(

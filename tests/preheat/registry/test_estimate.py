@@ -53,6 +53,9 @@ def test_cost_counts_what_the_node_lacks() -> None:
         (100, 40, "tar+gzip", 300),  # of the last of several members
         (100, 0, "x.tar", 100),
         (2 * 2**30, 3 * 2**30, "tar+gzip", 6 * 2**30),  # it counts to 4 GiB, then from 0
+        (2**30, 5 * 2**28, "tar+gzip", 3 * 2**30),  # it may be 5.25 GiB
+        (2**30, 7 * 2**29, "tar+gzip", 7 * 2**29),  # more than is usual
+        (399 * 2**20, 2**29, "tar+gzip", 2**29),  # 4 GiB more would be a tenfold
     ],
 )
 def test_a_layer_takes_what_it_says_or_what_is_usual(
