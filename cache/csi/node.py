@@ -215,10 +215,7 @@ class NodeService:
         Until then no runtime starts their containers, so nobody reads what is exchanged here.
         """
         direct = [v for v in self.volumes.values() if v.layout == volumes.VolumeLayout.DIRECT]
-        if not direct:
-            self.unmapped, self.unrenewed = {}, {}
-            return
-        table = await asyncio.to_thread(mountinfo.read)
+        table = await asyncio.to_thread(mountinfo.read) if direct else []
         tops = {v.target: mountinfo.at(v.target, table)[-1:] for v in direct}
         bad = [v for v in direct if any(not volumes.maps(m.fstype) for m in tops[v.target])]
         own = await asyncio.to_thread(lambda: [v for v in bad if _has_users(v.target)])

@@ -177,7 +177,9 @@ class Worker:
                         here = False
                     if item.is_link:
                         if not here and links is None:
-                            links = self._look(job.path, stack) if source is None else source
+                            links = -1  # which no call takes: a look ends nothing
+                            with contextlib.suppress(OSError):
+                                links = source or stack.enter_context(self._of_source(job.path))
                         at = target if here or links is None else links
                         count_link(at, len(job.path), item.name, found)
                 else:
@@ -197,13 +199,6 @@ class Worker:
     def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
         """A directory of the source. OSError, RefusedError."""
         return kit.files.closing(tree.asked(tree.open_below, self.source, path))
-
-    def _look(self, path: Sequence[str], stack: contextlib.ExitStack) -> int:
-        """A directory of the source, for a look that ends nothing; -1, which no call takes, when it
-        cannot be opened."""
-        with contextlib.suppress(OSError):
-            return stack.enter_context(self._of_source(path))
-        return -1
 
     def _may_open(self, source: int, item: Entry, part: protocol.ScanPart) -> bool:
         """Whether the source lets root read a file that it does not let all read; else it failed.

@@ -405,7 +405,10 @@ async def test_update_that_is_stuck_is_tried_again_when_it_is_asked_for_again(
 async def test_choice_that_is_kept_is_insisted_on_whatever_fails_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = {"v1": COMPLETE | {"served": 5.0}, "v2": {"state": "partial", "why": "1 entry"}}
+    left: dict[str, dict[str, Any]] = {
+        "v1": COMPLETE | {"served": 5.0},
+        "v2": {"state": "partial", "why": "1 entry"},
+    }
     back = started(tmp_path, left, chosen="v2")
 
     async def full(*_: Any, **__: Any) -> None:
