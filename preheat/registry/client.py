@@ -33,6 +33,8 @@ from preheat.runtimes import base
 CONNECT_SECONDS = 10.0
 DOCUMENT_SECONDS = 30.0
 BLOB_SILENCE_SECONDS = 60.0
+# A pull waits for what the layers of its image say of themselves: so long for all together.
+MEASURE_SECONDS = 20.0
 # Those of documents are theirs alone: layers hold their own for hours, two of each pull.
 MOST_CONNECTIONS = 16
 MOST_STREAMS = 32
@@ -183,7 +185,7 @@ class Registry:
         manifests = {target.digest}
         try:
             found = await manifest.shape(target, read, platform)
-            sizes = [await self._unpacked(ref, layer, login) for layer in found.layers]
+            sizes = await self._sizes(ref, found.layers, login)
             layers = zip(found.layers, sizes, strict=True)
             measured = tuple(dataclasses.replace(each, unpacked=size) for each, size in layers)
             return dataclasses.replace(found, layers=measured)
@@ -191,27 +193,41 @@ class Registry:
             final = isinstance(error, manifest.NoPlatformError)
             raise PullError(ref.text, Kind.BAD_IMAGE, str(error), final=final) from error
 
+    async def _sizes(
+        self, ref: manifest.Reference, layers: Sequence[manifest.Layer], login: base.Login | None
+    ) -> list[int]:
+        """What layers say of themselves in their last four bytes; each is asked once, up to the
+        first that cannot be asked. 0: not known."""
+        sizes = {each.digest: await self.documents.size(each.digest) for each in layers}
+        url = (await self._servers(ref, {"pull"}))[0].host.url
+        since = time.monotonic()
+        try:
+            with _reaching(ref):
+                async with asyncio.timeout(MEASURE_SECONDS):
+                    for layer in layers if not self._is_hung(url) else ():
+                        large = layer.size >= LEAST_MEASURED and "gzip" in layer.media_type
+                        if large and sizes[layer.digest] is None:
+                            since = time.monotonic()
+                            sizes[layer.digest] = await self._unpacked(ref, layer, login)
+        except PullError as error:
+            silent = time.monotonic() - since
+            if isinstance(error.__cause__, TimeoutError) and silent >= MEASURE_SECONDS / 2:
+                self._hung[url] = time.monotonic()
+        return [sizes[each.digest] or 0 for each in layers]
+
     async def _unpacked(
         self, ref: manifest.Reference, layer: manifest.Layer, login: base.Login | None
     ) -> int:
-        """What a packed layer says of itself in its last four bytes; each is asked once."""
-        if layer.size < LEAST_MEASURED or "gzip" not in layer.media_type:
-            return 0
-        known = await self.documents.size(layer.digest)
-        if known is None:
-            tail = b""
-            stream = self.blob(ref, layer.digest, layer.size - 4, login, MOST_CONNECTIONS)
-            try:
-                with _reaching(ref):
-                    async with asyncio.timeout(DOCUMENT_SECONDS), contextlib.aclosing(stream):
-                        # A server without ranges begins with what is skipped.
-                        while len(tail) < 4 and (chunk := await anext(stream, b"")):
-                            tail += chunk
-            except PullError:
-                return 0
-            known = int.from_bytes(tail, "little") if len(tail) == 4 else 0
-            await self.documents.put_size(layer.digest, known)
-        return known
+        """Raises PullError."""
+        tail = b""
+        stream = self.blob(ref, layer.digest, layer.size - 4, login, MOST_CONNECTIONS)
+        async with contextlib.aclosing(stream):
+            # A server without ranges begins with what is skipped.
+            while len(tail) < 4 and (chunk := await anext(stream, b"")):
+                tail += chunk
+        size = int.from_bytes(tail, "little") if len(tail) == 4 else 0
+        await self.documents.put_size(layer.digest, size)
+        return size
 
     async def blob(
         self,
@@ -257,9 +273,11 @@ class Registry:
         if not found:
             text = f"hosts.toml of {ref.host} names no server with {' and '.join(sorted(needs))}"
             raise PullError(ref.text, Kind.NETWORK, text)
-        since = time.monotonic() - HUNG_SECONDS
-        found.sort(key=lambda each: self._hung.get(each[0].url, -math.inf) > since)
+        found.sort(key=lambda each: self._is_hung(each[0].url))
         return [await self._server(host, seen) for host, seen in found]
+
+    def _is_hung(self, url: str) -> bool:
+        return self._hung.get(url, -math.inf) > time.monotonic() - HUNG_SECONDS
 
     def _hosts(self, name: str) -> list[tuple[hosts.Host, hosts.Seen]]:
         """Blocking: small files, read anew each time, so that a change takes effect at once."""

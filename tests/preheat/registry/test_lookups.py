@@ -227,6 +227,28 @@ async def test_a_layer_that_does_not_say_its_size_fails_no_lookup(
     assert lookup.shape.layers[0].unpacked == 0
 
 
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "lacks it"])
+async def test_layers_that_do_not_say_their_size_are_asked_up_to_the_first(
+    hangs: bool, server: front.Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up of 40 layers waited half a minute for each, and the image was not pulled."""
+    monkeypatch.setattr(registry, "DOCUMENT_SECONDS", 0.5)
+    monkeypatch.setattr(registry, "MEASURE_SECONDS", 0.5, raising=False)
+    image = Image(server, *(random.Random(n).randbytes(200_000) for n in range(3)))
+    paths = [f"/v2/fw/looked/blobs/{each['digest']}" for each in image.layers]
+    _, config = server.files[f"/v2/fw/looked/blobs/{image.config['digest']}"]
+    with running() as blobs:
+        blobs.hangs, server.elsewhere = hangs, blobs.url
+        blobs.files["/"] = ("text/plain", b"")
+        async with looking(tmp_path, server) as one:
+            await one.client.documents.put(image.config["digest"], config)
+            shapes = [(await one.look()).shape for _ in range(2)]
+
+        asked = [each.path for each in blobs.asked()]
+    assert [[each.unpacked for each in shape.layers] for shape in shapes if shape] == [[0] * 3] * 2
+    assert asked == [paths[0]] * (1 if hangs else 2)
+
+
 # --- servers that do not answer -------------------------------------------------------------------
 
 
