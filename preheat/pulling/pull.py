@@ -177,8 +177,9 @@ class Footprint:
     """What one pull takes of the disk itself: what it fetched, and what is unpacked below its hold.
     What others write meanwhile says nothing of its image."""
 
-    def __init__(self, pulls: "Pulls", request: desired.Request) -> None:
+    def __init__(self, pulls: "Pulls", request: desired.Request, *, told: bool) -> None:
         self._pulls, self._request = pulls, request
+        self._told = told  # a pull without a lookup sees what others fetch, too
         self._hold: base.Hold | None = None
         self._before: frozenset[str] = frozenset()  # unpacked by earlier attempts
         self._most = 0
@@ -210,7 +211,7 @@ class Footprint:
         if self._hold is None:
             return
         with contextlib.suppress(base.RuntimeCallError):
-            taken = fetched
+            taken = fetched if self._told else 0
             for name in await self._pulls.runtime.unpacked(self._hold) - self._before:
                 with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
                     taken += await self._pulls.runtime.layers.usage(name)
@@ -236,7 +237,7 @@ class Puller:
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
         self.stalled = False
-        self.footprint = Footprint(pulls, request)
+        self.footprint = Footprint(pulls, request, told=self._shape is not None)
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
@@ -276,11 +277,6 @@ class Puller:
             return 0
         return max(0, self.progress.bytes_done - self.progress.mounted - self._before)
 
-    @property
-    def _own(self) -> int:
-        """Bytes that it surely brought: without a lookup it sees what others fetch, too."""
-        return self.fetched if self._shape is not None else 0
-
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
             "pull",
@@ -306,7 +302,7 @@ class Puller:
         await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
-                await self.footprint.measure(self._own)
+                await self.footprint.measure(self.fetched)
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
@@ -431,7 +427,7 @@ class Puller:
                 if pull.done():
                     break
                 await self._update_progress()
-                await self.footprint.check(self._own)
+                await self.footprint.check(self.fetched)
                 now, flowing = time.monotonic(), await self._pulls.flowing(self.progress)
                 if flowing != last or self.progress.phase != "fetching":
                     last, since = flowing, now
