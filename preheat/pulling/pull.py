@@ -177,9 +177,9 @@ class Footprint:
     """What one pull takes of the disk itself: what it fetched, and what is unpacked below its hold.
     What others write meanwhile says nothing of its image."""
 
-    def __init__(self, pulls: "Pulls", request: desired.Request, looked_up: bool) -> None:
+    def __init__(self, pulls: "Pulls", request: desired.Request, *, told: bool) -> None:
         self._pulls, self._request = pulls, request
-        self._looked_up = looked_up  # else a pull sees what others fetch, too
+        self._told = told  # a pull without a lookup sees what others fetch, too
         self._hold: base.Hold | None = None
         self._before: frozenset[str] = frozenset()  # unpacked by earlier attempts
         self._most = 0
@@ -211,7 +211,7 @@ class Footprint:
         if self._hold is None:
             return
         with contextlib.suppress(base.RuntimeCallError):
-            taken = fetched if self._looked_up else 0
+            taken = fetched if self._told else 0
             for name in await self._pulls.runtime.unpacked(self._hold) - self._before:
                 with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
                     taken += await self._pulls.runtime.layers.usage(name)
@@ -237,7 +237,7 @@ class Puller:
         self.progress = PullProgress(self._shape, request.fetch)
         self._before: int | None = None  # bytes that were here when it began to fetch
         self.stalled = False
-        self.footprint = Footprint(pulls, request, self._shape is not None)
+        self.footprint = Footprint(pulls, request, told=self._shape is not None)
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""

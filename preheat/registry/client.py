@@ -11,7 +11,6 @@ import base64
 import contextlib
 import dataclasses
 import json
-import math
 import re
 import ssl
 import time
@@ -204,30 +203,19 @@ class Registry:
         try:
             with _reaching(ref):
                 async with asyncio.timeout(MEASURE_SECONDS):
-                    for layer in layers if not self._is_hung(url) else ():
+                    for layer in layers if not _is_recent(self._hung.get(url)) else ():
                         large = layer.size >= LEAST_MEASURED and "gzip" in layer.media_type
                         if large and sizes[layer.digest] is None:
                             since = time.monotonic()
-                            sizes[layer.digest] = await self._unpacked(ref, layer, login)
+                            place = ref, layer.digest, layer.size - 4, login
+                            stream = self.blob(*place, MOST_CONNECTIONS)
+                            sizes[layer.digest] = size = await _number(stream)
+                            await self.documents.put_size(layer.digest, size)
         except PullError as error:
             silent = time.monotonic() - since
             if isinstance(error.__cause__, TimeoutError) and silent >= MEASURE_SECONDS / 2:
                 self._hung[url] = time.monotonic()
         return [sizes[each.digest] or 0 for each in layers]
-
-    async def _unpacked(
-        self, ref: manifest.Reference, layer: manifest.Layer, login: base.Login | None
-    ) -> int:
-        """Raises PullError."""
-        tail = b""
-        stream = self.blob(ref, layer.digest, layer.size - 4, login, MOST_CONNECTIONS)
-        async with contextlib.aclosing(stream):
-            # A server without ranges begins with what is skipped.
-            while len(tail) < 4 and (chunk := await anext(stream, b"")):
-                tail += chunk
-        size = int.from_bytes(tail, "little") if len(tail) == 4 else 0
-        await self.documents.put_size(layer.digest, size)
-        return size
 
     async def blob(
         self,
@@ -273,11 +261,8 @@ class Registry:
         if not found:
             text = f"hosts.toml of {ref.host} names no server with {' and '.join(sorted(needs))}"
             raise PullError(ref.text, Kind.NETWORK, text)
-        found.sort(key=lambda each: self._is_hung(each[0].url))
+        found.sort(key=lambda each: _is_recent(self._hung.get(each[0].url)))
         return [await self._server(host, seen) for host, seen in found]
-
-    def _is_hung(self, url: str) -> bool:
-        return self._hung.get(url, -math.inf) > time.monotonic() - HUNG_SECONDS
 
     def _hosts(self, name: str) -> list[tuple[hosts.Host, hosts.Seen]]:
         """Blocking: small files, read anew each time, so that a change takes effect at once."""
@@ -450,6 +435,19 @@ async def _first(
             errors.append(error)
     telling = [each for each in errors if each.kind is not Kind.NOT_FOUND]
     raise errors[-1] if errors[-1].kind is Kind.NOT_FOUND or not telling else telling[0]
+
+
+def _is_recent(hung: float | None) -> bool:
+    return hung is not None and hung > time.monotonic() - HUNG_SECONDS
+
+
+async def _number(stream: AsyncGenerator[bytes, None]) -> int:
+    """Of the last four bytes; 0 from a server without ranges, which begins with what is skipped."""
+    tail = b""
+    async with contextlib.aclosing(stream):
+        while len(tail) < 4 and (chunk := await anext(stream, b"")):
+            tail += chunk
+    return int.from_bytes(tail, "little") if len(tail) == 4 else 0
 
 
 def _tls(server: _Server) -> ssl.SSLContext:
