@@ -13,6 +13,7 @@ import kit.errors
 from cache.csi import driver, mounts, node, records
 from cache.views.view import Stage
 from linux import mountinfo
+from tests.testbed import waiting
 
 TYPES = ("overlay", "xfs", "zfs")  # a device of each
 TOLD = "volume could not be renewed"
@@ -159,7 +160,7 @@ async def test_volumes_that_hang_do_so_at_the_same_time(
     monkeypatch.setattr(kit.child, "call", call)
     for each in range(node.MOST_AT_ONCE):
         pods.add(f"a{each}", Stage.STORE, "xfs")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(waiting.limit(20)):
         await pods.service.renew()
 
 
