@@ -94,6 +94,15 @@ async def test_agent_writes_two_conditions_of_its_node_and_nothing_else_of_it(
     assert "403" in await ask(mine, "GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/other")
 
 
+async def written(plane: ControlPlane, name: str) -> bool:
+    """Whether an administrator can write the status."""
+    done = plane._kubectl(
+        "patch", "cacheddataset", name, "--subresource=status", "--type=merge",
+        "-p", '{"status": {"chosen": ["gpu-a"]}}',
+    )  # fmt: skip
+    return done.returncode == 0
+
+
 async def test_only_whoever_holds_the_lease_writes_what_all_nodes_say(
     plane: ControlPlane, servers: dict[str, client.ApiServer]
 ) -> None:
@@ -126,6 +135,10 @@ async def test_only_whoever_holds_the_lease_writes_what_all_nodes_say(
     leases = f"{objects.LEASES}/{NAMESPACE}/leases"
     why = await ask(servers["gpu-b"], "POST", leases, another)
     assert "the agent takes the Lease nodeagent-rollup" in why
+    # Where it is gone, everybody may write: so no agent deletes it.
+    assert "cannot delete" in await ask(servers["gpu-b"], "DELETE", f"{leases}/nodeagent-rollup")
+    plane.kubectl("delete", "lease", "nodeagent-rollup", "-n", NAMESPACE)
+    await waiting.until_async(lambda: written(plane, name), 30, "an administrator to write")
     plane.kubectl("delete", "cacheddataset", name)
 
 
