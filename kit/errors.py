@@ -20,6 +20,8 @@ class AgentError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
+    # Of a file with several mistakes, one for each; a terminal gets them below one another.
+    lines: Sequence[str] = ()
 
     def __init__(self, thing: str, cause: str, remedy: str) -> None:
         thing, cause, remedy = map(kit.redact.text, (thing, cause, remedy))
@@ -33,8 +35,6 @@ class SettingsError(AgentError):
     """The settings cannot be used as they are."""
 
     exit_code = 3
-    # One for each mistake of a file that has several; a terminal gets them below one another.
-    lines: Sequence[str] = ()
 
 
 class HostError(AgentError):

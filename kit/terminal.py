@@ -177,7 +177,7 @@ def run(program: click.Command, name: str) -> None:
     try:
         program(prog_name=name, standalone_mode=False)
     except kit.errors.AgentError as error:
-        for line in getattr(error, "lines", ()) or (str(error),):
+        for line in error.lines or (str(error),):
             say(f"{name}: {line}", error=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:

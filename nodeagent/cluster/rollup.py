@@ -79,7 +79,7 @@ def of_object(
     nodes = list(nodes)
     chosen = of.chosen(nodes, observed, patient)
     for each in nodes:
-        fresh = each.written >= of.oldest
+        fresh = is_fresh(each, of.now)
         behind += fresh and each.observed != observed
         mine = each.objects.get(asked.key)
         if mine is None or (asked.spread and each.node not in chosen):
@@ -151,11 +151,6 @@ class _Object:
     before: Mapping[str, Any]
     now: float  # Unix time
 
-    @property
-    def oldest(self) -> str:
-        """A node that wrote last before this is silent."""
-        return kit.units.rfc3339(self.now - SILENT_SECONDS)
-
     def chosen(self, nodes: list[View], observed: str, patient: bool) -> tuple[str, ...]:
         """Of the nodes that write and may keep it. Of a new object only once all have looked, or it
         would begin on one node and end on another."""
@@ -163,7 +158,7 @@ class _Object:
         if not asked.spread:
             return ()
         kept = were if patient else ()
-        fresh = [each for each in nodes if each.written >= self.oldest or each.node in kept]
+        fresh = [each for each in nodes if is_fresh(each, self.now) or each.node in kept]
         young = asked.created > kit.units.rfc3339(self.now - SETTLE_SECONDS)
         if young and any(each.observed != observed for each in fresh):
             return were

@@ -87,10 +87,10 @@ def render(now: overview.Overview) -> str:
 def content(now: overview.Overview) -> str:
     """What a live page replaces: blocks, each with an id of its own."""
     first = [_section(each) for each in now.sections if each.title == overview.FIRST]
-    rooms = [_section(each) for each in now.sections if each.title != overview.FIRST]
+    others = [_section(each) for each in now.sections if each.title != overview.FIRST]
     findings = _findings(now)
     # What needs a person comes before the other rooms; that nothing does is read later.
-    blocks = [findings, *rooms] if now.findings else [*rooms, findings]
+    blocks = [findings, *others] if now.findings else [*others, findings]
     return "".join([_verdict(now), *first, *blocks, _events(now)])
 
 

@@ -47,7 +47,7 @@ def test_comments_describe_the_fields() -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By route: what it gives a caller, as it is told."""
+    """What each route returns, by route; as JSON."""
     agent = census.agent(tmp_path_factory.mktemp("census"))
 
     async def ask(path: str, given: dict[str, str]) -> Any:
