@@ -243,7 +243,11 @@ class Jobs:
         self.wake()
 
     async def limits_changed(self) -> None:
+        """Tell the passes that run. An eviction is short and has limits of its own: those of the
+        settings would take back what an operator or another dataset asked for."""
         for dataset, running in list(self._active):
+            if running.kind == "evict":
+                continue
             limits = self._limits(dataset, running.kind, running.target)
             await running.set_limits(limits)
 
