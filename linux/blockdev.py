@@ -31,7 +31,7 @@ SYSFS = Path("/sys")
 PROC = Path("/proc")
 MOST_DEVICES = 4096  # of one scan
 MOST_LAYERS = 256  # on one device
-_SECTOR = 512
+SECTOR = 512
 _LOOP_CLR_FD = 0x4C01
 # What changes with another medium: a disk of nbd stays, and may come back with the same size.
 _STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
@@ -205,7 +205,7 @@ def name_of(number: Number, sysfs: _Root = SYSFS) -> str:
 def identify(name: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice | None:
     """The device or partition called ``name`` (sda, rbd0p1); None when there is none now."""
     home = f"{sysfs}/class/block/{name}"
-    number = _device_number(home)
+    number = number_of(home)
     if number is None:
         return None
     parent, whole = "", home
@@ -215,7 +215,7 @@ def identify(name: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice
     drivers = majors(proc)
     driver = drivers.get(number[0], "")
     if parent and driver == "blkext":  # partitions beyond the driver's own minors
-        above = _device_number(whole)
+        above = number_of(whole)
         driver = drivers.get(above[0], "") if above else ""
     return _device(name, number, driver, home, sysfs, parent, whole)
 
@@ -270,7 +270,7 @@ def _device(
         name=name,
         number=number,
         driver=driver,
-        size=rbd_sysfs.integer(rbd_sysfs.text(f"{home}/size")) * _SECTOR,
+        size=rbd_sysfs.integer(rbd_sysfs.text(f"{home}/size")) * SECTOR,
         read_only=rbd_sysfs.text(f"{home}/ro") == "1",
         diskseq=int(diskseq) if diskseq.isdigit() else None,
         parent=parent,
@@ -284,7 +284,8 @@ def _device(
     )
 
 
-def _device_number(home: str) -> Number | None:
+def number_of(home: str) -> Number | None:
+    """By its directory in sysfs."""
     match = re.fullmatch(r"(\d+):(\d+)", rbd_sysfs.text(f"{home}/dev"))
     return (int(match[1]), int(match[2])) if match else None
 
@@ -344,7 +345,7 @@ class Scans:
         mapping), or within one (a partition)."""
         for name in changed:
             known = self._found.pop(name, None)
-            number = _device_number(f"{sysfs}/block/{name}")
+            number = number_of(f"{sysfs}/block/{name}")
             if number is None and known is None:
                 return False
             if number is not None and number[0] not in self._wanted:
@@ -354,7 +355,7 @@ class Scans:
 
     def _read(self, name: str, sysfs: _Root, proc: _Root) -> None:
         home = f"{sysfs}/block/{name}"
-        number = _device_number(home)
+        number = number_of(home)
         if number is None or number[0] not in self._wanted or len(self._found) >= MOST_DEVICES:
             return
         if rbd_sysfs.text(f"{home}/size") == "0":
@@ -387,7 +388,7 @@ def _layers(device: BlockDevice, sysfs: _Root) -> tuple[DeviceLayer, ...]:
     # names with their directories: that of a partition lies in its disk's
     ahead = _above(device.name, f"{sysfs}/block/{device.name}", sysfs)
     for name, home in ahead:
-        number = _device_number(home)
+        number = number_of(home)
         if name in (device.name, *found) or number is None or len(found) >= MOST_LAYERS:
             continue
         found[name] = DeviceLayer(name, number)

@@ -47,6 +47,7 @@ _CRYPTSETUP = """
 # btrfs-progs 6. What is not named here counts as one without a value, so its value is taken for
 # the command, and is refused.
 TAKE_VALUE = {"cryptsetup": tuple(_CRYPTSETUP.split()), "btrfs": ("--format", "--log")}
+OWN = ("by-id", "by-path", "model", "vg")  # how a disk of the node may be named
 _MOST = 60  # names or pairs that fit into the kernel's tables
 
 
@@ -65,6 +66,15 @@ class GuardSettings(kit.settings.Section):
         default=("rbd", "nbd"), min_length=1, max_length=_MOST
     )
     """Block drivers of the guarded devices, as in /proc/devices."""
+    scope: Literal["ceph", "csi", "all"] = "ceph"
+    """Devices of other drivers. ceph: not judged. csi: all but the node's own, above all a disk
+    that appears; own is what was in use when the guard was first attached with this scope. all: as
+    csi, but own are only the disks of the root file system and of swaps. The guard reports writes
+    to these devices, and refuses none of them."""
+    own: tuple[str, ...] = Field(default=(), max_length=_MOST)
+    """More disks that are the node's own: 'by-id:PATTERN' or 'by-path:PATTERN' (of links in
+    /dev/disk), 'model:PATTERN' (vendor and model), 'vg:PATTERN' (LVM volume group). What kubelet
+    mounts for a PersistentVolume is never own."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""
@@ -110,6 +120,18 @@ class GuardSettings(kit.settings.Section):
                 raise ValueError(
                     f"{pair!r} destroys what the device holds, and needs a lease: "
                     "'nodeagent volume allow-format DEVICE --volume-id ID --reason TEXT'"
+                )
+        return value
+
+    @field_validator("own")
+    @classmethod
+    def _kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            kind, _, wanted = pattern.partition(":")
+            if kind not in OWN or not wanted.strip("*? "):
+                raise ValueError(
+                    f"{pattern!r} names no disk of the node: write "
+                    f"{', '.join(f'{each}:PATTERN' for each in OWN)}, with more than wildcards"
                 )
         return value
 
