@@ -153,9 +153,10 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
     programs = ", ".join(f"{p['name']} (id {p['id']})" for p in s.get("programs", ()))
     yield f"kernel:   {s['mode']}" + (f", program {programs}" if programs else ", not attached")
     yield f"proof:    {s['proof']}"
-    yield f"scope:    {s.get('cgroup', '?')}" + (" (whole node)" if s.get("whole_node") else "")
+    yield f"cgroup:   {s.get('cgroup', '?')}" + (" (whole node)" if s.get("whole_node") else "")
     yield f"wanted:   {s['wanted_mode']} (settings: {s['settings_mode']})"
     yield f"majors:   {', '.join(map(str, s.get('majors', ()))) or 'none'}"
+    yield from _scope_lines(s.get("scope") or {})
     yield f"agent:    {s['agent']}"
     if s.get("override"):
         yield f"override: {s['override']['by']}: {s['override']['reason']}"
@@ -173,6 +174,18 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
     for d in s.get("denials", ())[-10:]:
         who = f"{d['command'] or d['program']} pid {d['pid']} pod {d['pod'] or '-'}"
         yield f"{_time(d['at'])} {d['device']}: {who}"
+
+
+def _scope_lines(scope: dict[str, Any]) -> Iterator[str]:
+    """Whose each device is. Of a scope that judges none there is nothing to tell."""
+    if not scope or scope["scope"] == "ceph":
+        return
+    yield f"scope:    {scope['scope']} (reports only)"
+    if scope["problem"]:
+        yield f"problem:  {scope['problem']}"
+    for whose in ("own", "guarded", "unproven"):
+        for name, why in sorted(scope[whose].items()):
+            yield f"  {name}: {whose}, {why}"
 
 
 @terminal.command(guard, "status")

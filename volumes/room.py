@@ -49,6 +49,7 @@ ROOM = Room(
     condition=("StorageHazard", "NoHazard"),
     state_files=dict.fromkeys(
         (
+            "volumes/guard-own.json",
             "volumes/guard-override.json",
             "volumes/guard-override-mode",
             "volumes/guard-wanted.json",

@@ -84,6 +84,7 @@ class Controller:
         self.node.published.append(self.manager.mounts_changed)
         await self.node.start(self)
         await self.apply(self.in_force.settings)
+        self.in_force.own.start()
         self.manager.holds.warm()
         await self.manager.checks.prober.warm()
 
@@ -105,6 +106,7 @@ class Controller:
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
+        await self.in_force.own.stop()
         await self.manager.close()
         await self.executor.mirror.close()
         await self.executor.witness.close()
@@ -165,6 +167,7 @@ class Controller:
             self.errors.lost(now)
 
     def _on_devices(self, found: Sequence[netlink.Uevent] | None) -> None:
+        self.in_force.own.heard()
         if found is None:
             self._scanned = -1e9  # with the next reconcile
         for event in found or ():

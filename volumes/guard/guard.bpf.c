@@ -7,6 +7,7 @@
 //   2. for a named program that mounts, checks or grows a file system, or connects the device,
 //   3. for a named program with a named command (cryptsetup luksOpen), and without a word among its
 //      arguments that never passes (luksFormat).
+// With a scope, so is each device judged that is not the node's own: a disk that appears, from its first moment.
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
 // Nothing here waits, and nothing here needs the agent to be alive. It reads a task by the kernel's own type
 // information (BTF).
@@ -53,6 +54,8 @@ struct event {
 MAP(majors, BPF_MAP_TYPE_HASH, __u32, __u8, 4096);   // krbd without single_major: one a device
 MAP(devices, BPF_MAP_TYPE_HASH, struct device, __u8, 4096);  // partitions, stacked
 MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
+MAP(scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);   // the mode for devices that are neither guarded nor own
+MAP(own, BPF_MAP_TYPE_HASH, struct device, struct device, 4096);   // the node's own, each with its disk
 MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
 MAP(beats, BPF_MAP_TYPE_ARRAY, __u32, __u64, 1);   // when an agent was last alive
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
@@ -192,6 +195,15 @@ static __always_inline int holds(struct lease *lease)
 	return !lease->grace_ns || (beat && now < *beat + lease->grace_ns);
 }
 
+// A new disk takes its number away from what had it. The numbers of that one's partitions stay, so they count only
+// while their disk does.
+static __always_inline int is_own(struct device *dev)
+{
+	struct device *disk = bpf_map_lookup_elem(&own, dev);
+
+	return disk && bpf_map_lookup_elem(&own, disk);
+}
+
 SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 {
 	struct device dev = { .major = ctx->major, .minor = ctx->minor };
@@ -209,8 +221,11 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 		return 1;
 	if (dev.major == CANARY_MAJOR)
 		return *mode != MODE_ENFORCE;
-	if (!bpf_map_lookup_elem(&majors, &dev.major) && !bpf_map_lookup_elem(&devices, &dev))
-		return 1;
+	if (!bpf_map_lookup_elem(&majors, &dev.major) && !bpf_map_lookup_elem(&devices, &dev)) {
+		mode = bpf_map_lookup_elem(&scope, &zero);
+		if (!mode || *mode == MODE_OFF || is_own(&dev))
+			return 1;
+	}
 	lease = bpf_map_lookup_elem(&leases, &dev);
 	if (lease && holds(lease)) {
 		__sync_fetch_and_add(&lease->opens, 1);
@@ -255,6 +270,7 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 	if (colons != 1)
 		return 0;
 	bpf_map_delete_elem(&leases, number);
+	bpf_map_delete_elem(&own, number);
 	opened = bpf_map_lookup_elem(&connecting, &pid);
 	if (opened && bpf_ktime_get_ns() - *opened < 60 * SECOND)
 		bpf_map_update_elem(&devices, number, &yes, BPF_ANY);

@@ -14,7 +14,7 @@ import structlog
 import kit.errors
 from linux import blockdev
 from volumes import settings
-from volumes.guard import canary, kernel, override
+from volumes.guard import canary, kernel, override, own
 
 log = structlog.get_logger("volumes")
 
@@ -36,6 +36,7 @@ class InForce:
         self.proof = "unknown: not tried yet"
         self.proof_tried = False
         self.memory = override.Memory(state_dir)
+        self.own = own.OwnDevices(state_dir)
         self.came_late = 0  # devices that were there before anything guarded them
         self._state_dir = state_dir
         self._devices = devices
@@ -57,6 +58,8 @@ class InForce:
         proved = self.proof == expected or self.proof.startswith("unknown")
         if not self.unsupported and not proved:
             found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
+        if self.own.seen.problem:
+            found.append(f"devices of the scope are not judged: {self.own.seen.problem}")
         return found
 
     def of_kernel(self) -> list[str]:
@@ -109,7 +112,10 @@ class InForce:
                 "format guard", mode=str(self.present.mode), attached=self.present.attached,
                 programs=[p.id for p in self.present.programs], majors=sorted(self.present.majors),
             )  # fmt: skip
-        return self.guard if self.present.attached else None
+        guard = self.guard if self.present.attached else None
+        program = self.present.programs[0].id if guard is not None else 0
+        await self.own.apply(guard, self.settings, program)
+        return guard
 
     async def prove(self) -> None:
         """By an attempt, where one is due."""
@@ -203,6 +209,6 @@ class InForce:
                 young.add(device.number)
         # While the last settings are lost, devices of drivers that they named look like others.
         if self.guard is not None and self.present is not None and not self.memory.lost:
-            stale = self.present.devices - found - young - self.parts
+            stale = self.present.devices - found - young - self.parts - self.own.above
             self.guard.release(stale)
         return frozenset(found)

@@ -39,6 +39,7 @@ _LEASE = struct.Struct("=QQQQ")
 _EVENT = struct.Struct("=QQ6I16s16s256s")
 _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
+_NOBODY = (0, 0)  # no disk has this number
 _LOCK_SECONDS = 10.0
 
 Number = tuple[int, int]  # major, minor
@@ -219,6 +220,7 @@ class Present(Wanted):
     leases: Mapping[Number, KernelLease] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     pinned: bool = False
+    judges: Mode = Mode.OFF  # devices that are neither guarded nor the node's own
 
     @property
     def attached(self) -> bool:
@@ -368,7 +370,8 @@ class Kernel:
         return Present(
             **where,
             programs=[info for _, info in ours],
-            mode=self._mode(),
+            mode=self._mode("config"),
+            judges=self._mode("scope"),
             majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
             devices=frozenset(_number(k) for k in self.maps["devices"].snapshot()),
             openers=frozenset(task_text(k) for k in self.maps["openers"].snapshot()),
@@ -383,8 +386,10 @@ class Kernel:
             and not (self.ends_with_disk and not (self.pins / pins.DISKS).exists()),
         )
 
-    def _mode(self) -> Mode:
-        raw = self.maps["config"].get(struct.pack("=I", 0)) or struct.pack("=I", 0)
+    def _mode(self, name: str) -> Mode:
+        """By one of the two maps that hold a mode; an earlier program has only one."""
+        held = self.maps.get(name)
+        raw = (held and held.get(struct.pack("=I", 0))) or struct.pack("=I", 0)
         number = struct.unpack("=I", raw)[0]
         return list(Mode)[number] if number < len(Mode) else Mode.OFF
 
@@ -482,6 +487,28 @@ class Kernel:
         """Guard these devices no longer, except by their majors."""
         for number in numbers:
             self._attached()["devices"].delete(_key(number))
+
+    def reserve_own(self, numbers: Iterable[Number]) -> None:
+        """A place for each in the table of the node's own, which counts for nothing before
+        ``judge`` fills it. A new disk takes away the place of its number."""
+        with self._hold:
+            own = self._attached()["own"]
+            for number in numbers:
+                with contextlib.suppress(FileExistsError):
+                    own.set(_key(number), _key(_NOBODY), bpf.IF_NEW)
+
+    def judge(self, mode: Mode, own: Mapping[Number, Number]) -> None:
+        """Judge by ``mode`` what is neither guarded nor the node's own. ``own``: numbers, each with
+        that of its disk. One without a reservation is not own."""
+        with self._hold:
+            maps = self._attached()
+            for key in maps["own"].snapshot():
+                if _number(key) not in own:
+                    maps["own"].delete(key)
+            for number, disk in own.items():
+                with contextlib.suppress(FileNotFoundError):  # another disk has the number
+                    maps["own"].set(_key(number), _key(disk), bpf.IF_THERE)
+            maps["scope"].set(struct.pack("=I", 0), struct.pack("=I", mode.number))
 
     def set_mode(self, mode: Mode) -> None:
         """One map write. RefusedError when nothing is attached."""

@@ -1,16 +1,19 @@
-"""What the guard keeps in the state directory: four files.
+"""What the guard keeps in the state directory: five files.
 
 * ``guard-override.json``: the mode that an operator set over the settings, until it is cleared.
 * ``guard-override-mode``: that mode alone, as a word. It counts as the least one while the file
   above cannot be used, and every version can read it.
 * ``guard-wanted.json``: the guard's settings that were last in force. Settings that cannot be used,
   or that name no mode, never make the guard weaker than these.
+* ``guard-own.json``: what was the node's own when the guard was first attached with a scope, by
+  identity (``scope.first``). Written once.
 * ``operator.log``: what operators did to the guard past the agent's own decisions, as JSON lines.
 
 The disk may hang, so agents and commands call all this in child processes (``kit.child``).
 """
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,10 @@ def word_file(state_dir: Path) -> Path:
 
 def wanted_file(state_dir: Path) -> Path:
     return state_dir / "volumes" / "guard-wanted.json"
+
+
+def own_file(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "guard-own.json"
 
 
 def log(state_dir: Path) -> Path:
@@ -63,6 +70,28 @@ def read(state_dir: str) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         found["word"] = word_file(Path(state_dir)).read_text()[:MOST_WORD].strip()
     return found
+
+
+def read_own(state_dir: str) -> dict[str, str] | None:
+    """Identities and why; None: nothing was written down yet. HostError when the file cannot be
+    used: it stays, for another one would take volumes of today for the node's own."""
+    file = own_file(Path(state_dir))
+    found = kit.formats.look(file, FORMAT, _own)
+    if isinstance(found, kit.formats.Damage):
+        raise kit.errors.HostError(
+            str(file), f"it cannot be used ({found.why})",
+            "restore it; or remove it while no volume is attached, and it is written anew",
+        )  # fmt: skip
+    return found
+
+
+def _own(fields: dict[str, Any]) -> dict[str, str]:
+    return {str(identity): str(why) for identity, why in fields["own"].items()}
+
+
+def write_own(state_dir: str, own: dict[str, str]) -> None:
+    """Durable when it returns. OSError."""
+    _write(own_file(Path(state_dir)), {"at": time.time(), "own": own})
 
 
 def write_override(state_dir: str, fields: dict[str, Any] | None) -> None:

@@ -3,8 +3,8 @@
 ``decide`` is a pure function of one ``Stack`` and the settings. A device is
 
 * **guarded**: of a driver in ``drivers``, staged or published by kubelet, or made of such devices;
-* **own**: the node's own. It was in use at the first attach, or holds or carries what was; it is
-  below the root file system or a swap; or the setting ``own`` names it;
+* **own**: the node's own. It was in use at the first attach, or carries what was; it is below the
+  root file system or a swap; or the setting ``own`` names it;
 * **unproven**: all else, above all a disk that appears. The guard judges it like a guarded one.
 
 What was own at the first attach is written down by identity: a name and a number mean another disk
@@ -23,6 +23,8 @@ from volumes.node import raw_block
 
 # Memory and removable media: nothing there outlives a reboot, or no driver makes volumes of it.
 NEVER = frozenset({"ramdisk", "zram", "sr", "fd", "mtdblock"})
+# Their disk and its number stay when another medium comes.
+STAYS = frozenset({"loop", "nbd"})
 # In the path of what kubelet mounts for a PersistentVolume, wherever its directory is.
 _STAGED = ("/plugins/kubernetes.io/", "/volumes/kubernetes.io~")
 _SUBPATH = "/volume-subpaths/"  # shows a part of another mount, and says nothing of a device
@@ -45,6 +47,7 @@ class Why(StrEnum):
     MOUNTED = "mounted at the first attach"
     OPENED = "open at the first attach"
     KUBELET = "used by kubelet"
+    STAYS = "takes one medium after the other"
     NEW = "not in use at the first attach"
 
 
@@ -229,9 +232,14 @@ class _Decision:
         """It, and all that carries it. What was found before stays, and so does what is below."""
         if name in self.found or name not in self.devices:
             return
-        self.found[name] = judged
+        self.found[name] = self._lasting(name, judged)
         for lower in self.devices[name].below:
             self._down(lower, Judged(judged.whose, judged.why, judged.of or name))
+
+    def _lasting(self, name: str, judged: Judged) -> Judged:
+        if judged.whose is Whose.OWN and self.devices[name].driver in STAYS:
+            return Judged(Whose.UNPROVEN, Why.STAYS, self.devices[name].driver)
+        return judged
 
     def _up(self, name: str, judged: Judged) -> None:
         """It, and all that is made of it."""
@@ -258,5 +266,5 @@ class _Decision:
                     if whose is not Whose.OWN or not group(device):
                         found = Judged(whose, first[1].why, first[0])
                     break
-            self.found[name] = found
+            self.found[name] = found = self._lasting(name, found)
         return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from kit.findings import Finding, Severity
 from linux import blockdev
-from volumes.guard import controller, kernel, steps
+from volumes.guard import controller, kernel, own, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer
 from volumes.ledger.witness import Witness
@@ -152,6 +152,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
         "cgroup": present.cgroup,
         "whole_node": present.whole_node,
         "pinned": present.pinned,
+        "scope_mode": str(present.judges),
         "programs": [{"id": p.id, "name": p.name, "tag": p.tag} for p in present.programs],
         "majors": sorted(present.majors),
         "partitions": sorted(f"{major}:{minor}" for major, minor in present.devices),
@@ -185,6 +186,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "damaged": [text for text in (force.memory.error, force.memory.lost) if text],
         "agent": "running",
         "unsupported": force.unsupported,
+        "scope": own.describe(force.own.seen, force.settings),
         "leases_end_with_disk": force.guard is not None and force.guard.ends_with_disk,
         "why_not": force.guard.no_watch if force.guard is not None else "",
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),

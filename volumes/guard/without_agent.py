@@ -18,7 +18,7 @@ from ceph.protocol import Extents
 from kit.room import RoomSection
 from linux import blockdev
 from volumes import settings
-from volumes.guard import canary, kernel, override, pace, status, steps
+from volumes.guard import canary, kernel, override, own, pace, status, steps
 from volumes.ledger import store
 from volumes.ledger.mirror import Answer, Mirror
 from volumes.probe import prober
@@ -60,7 +60,7 @@ async def attach(section: RoomSection) -> dict[str, Any]:
     known = given or recalled.last
     if section.off:
         known = known or settings.GuardSettings()
-        await asyncio.to_thread(_apply, known, kernel.Mode.OFF)
+        await _apply(known, kernel.Mode.OFF, section.state_dir)
         return await _status(known, section, await override.forget_settings(section.state_dir))
     if given is None and (known is None or override.present(known).attached):
         if section.error is not None:
@@ -72,14 +72,14 @@ async def attach(section: RoomSection) -> dict[str, Any]:
         mode = recalled.override.mode
     elif recalled.error or recalled.lost:
         mode = override.stronger(mode, recalled.least, override.present(known).mode)
-    await asyncio.to_thread(_apply, known, mode, bool(recalled.lost))
+    unjudged = await _apply(known, mode, section.state_dir, bool(recalled.lost))
     if given is None:
-        return await _status(known, section, "" if section.error else _NO_SECTION)
+        return await _status(known, section, "" if section.error else _NO_SECTION, unjudged)
     problem = recalled.error or recalled.lost
     if not problem:
         by_settings = override.settings_mode(given, recalled.last)
         problem = await override.remember(given, by_settings, recalled, section.state_dir)
-    return await _status(known, section, problem)
+    return await _status(known, section, problem, unjudged)
 
 
 async def _status(
@@ -89,11 +89,19 @@ async def _status(
     return now | {"warnings": [each for each in warnings if each]}
 
 
-def _apply(wanted: settings.GuardSettings, mode: kernel.Mode, lost: bool = False) -> None:
-    """In a thread: milliseconds. ``lost``: what was last in force is not known."""
+async def _apply(
+    wanted: settings.GuardSettings, mode: kernel.Mode, state_dir: Path, lost: bool = False
+) -> str:
+    """Milliseconds, but for the look at all devices of a scope. ``lost``: what was last in force is
+    not known. Returns why devices of the scope are not judged, or nothing."""
     with contextlib.closing(override.handle(wanted)) as guard:
         new = kernel.wanted(wanted, mode, blockdev.majors())
-        guard.apply(kernel.at_least(new, guard.read()) if lost else new)
+        found = await asyncio.to_thread(guard.read)
+        await asyncio.to_thread(guard.apply, kernel.at_least(new, found) if lost else new)
+        devices = own.OwnDevices(state_dir)
+        if mode is not kernel.Mode.OFF and wanted.scope != "ceph":
+            await devices.apply(guard, wanted, 1)
+        return devices.seen.problem
 
 
 # --- one device
