@@ -1,0 +1,227 @@
+"""Devices that no driver guards: judged unless they are the node's own, from their first moment."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev, cell, grave, waiting
+from volumes import settings
+from volumes.guard import kernel, own, record, scope
+
+pytestmark = pytest.mark.real
+
+_RBD = settings.GuardSettings(drivers=("rbd",), scope="csi")
+_ENFORCE = kernel.wanted(_RBD, kernel.Mode.ENFORCE, {})
+_MiB = blockdev.MiB
+
+
+@pytest.fixture(scope="module")
+def judged(where: cell.Cell) -> Iterator[kernel.Kernel]:
+    """The kernel's part alone guards no driver. It refuses, as a scope will one day."""
+    guard = where.guard()
+    guard.apply(_ENFORCE)
+    yield guard
+    guard.detach()
+    guard.close()
+
+
+def _number(device: str) -> kernel.Number:
+    status = os.stat(device).st_rdev
+    return os.major(status), os.minor(status)
+
+
+def _opens(where: cell.Cell, device: str) -> bool:
+    return where.run("sh", "-c", f"exec 3<>{device}").returncode == 0
+
+
+def _be_own(guard: kernel.Kernel, own: dict[kernel.Number, kernel.Number]) -> None:
+    guard.reserve_own(own)
+    guard.judge(kernel.Mode.ENFORCE, own)
+
+
+def test_a_device_that_nobody_knows_is_not_written_to(
+    where: cell.Cell, judged: kernel.Kernel, tmp_path: Path
+) -> None:
+    image = blockdev.blank(tmp_path / "image", 64 * _MiB)
+    before = blockdev.sha256(image)
+    with blockdev.loop(image) as device:
+        judged.judge(kernel.Mode.OFF, {})
+        assert _opens(where, device), "without a scope nothing is judged"
+        judged.judge(kernel.Mode.ENFORCE, {})
+        done = where.run("mkfs.ext4", "-F", device)
+        with grave.missing_denial():
+            assert done.returncode != 0 and "not permitted" in done.stderr
+            assert blockdev.sha256(image) == before
+        assert where.run("dd", f"if={device}", "of=/dev/null", "count=1").returncode == 0
+        _be_own(judged, {_number(device): _number(device)})
+        assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+
+
+def test_the_place_of_a_device_counts_once_it_is_filled(
+    where: cell.Cell, judged: kernel.Kernel, tmp_path: Path
+) -> None:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", _MiB)) as device:
+        number = _number(device)
+        judged.judge(kernel.Mode.ENFORCE, {})
+        judged.judge(kernel.Mode.ENFORCE, {number: number})
+        assert not _opens(where, device), "there is no place for it"
+        judged.reserve_own([number])
+        assert not _opens(where, device)
+        judged.judge(kernel.Mode.ENFORCE, {number: number})
+        assert _opens(where, device)
+        judged.reserve_own([number])
+        assert _opens(where, device), "a place that is filled stays so"
+        judged.judge(kernel.Mode.ENFORCE, {})
+        assert not _opens(where, device)
+
+
+def test_a_new_disk_with_the_number_of_an_own_one_is_judged(
+    where: cell.Cell, judged: kernel.Kernel, tmp_path: Path
+) -> None:
+    image = blockdev.blank(tmp_path / "image", _MiB)
+    with blockdev.loop(image) as device:
+        number = _number(device)
+        _be_own(judged, {number: number})
+        assert _opens(where, device)
+    with blockdev.loop(image, number[1]) as device:  # the disk is made anew
+        assert _number(device) == number
+        with grave.missing_denial():
+            assert not _opens(where, device)
+        judged.judge(kernel.Mode.ENFORCE, {number: number})
+        with grave.missing_denial():
+            assert not _opens(where, device), "what was read before the disk came says nothing"
+
+
+def test_a_partition_is_own_while_its_disk_is(
+    where: cell.Cell, judged: kernel.Kernel, tmp_path: Path
+) -> None:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", 64 * _MiB)) as device:
+        blockdev.run("addpart", device, "1", "2048", "65536")
+        try:
+            part, disk = _number(f"{device}p1"), _number(device)
+            _be_own(judged, {disk: disk, part: disk})
+            assert _opens(where, f"{device}p1")
+            _be_own(judged, {part: disk})
+            with grave.missing_denial():
+                assert not _opens(where, f"{device}p1")
+        finally:
+            blockdev.run("delpart", device, "1")
+
+
+def test_the_kernel_says_what_it_judges(judged: kernel.Kernel) -> None:
+    judged.judge(kernel.Mode.DRY_RUN, {})
+    found = judged.read()
+    assert (found.judges, found.mode) == (kernel.Mode.DRY_RUN, kernel.Mode.ENFORCE)
+    assert found.is_as(_ENFORCE)
+
+
+def _scope(agent: Any) -> dict[str, Any]:
+    found: dict[str, Any] = agent.cli_json("volume", "guard", "status")["scope"]
+    return found
+
+
+def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path: Path) -> None:
+    """And refuses none, for nothing leases them yet."""
+    image = blockdev.blank(tmp_path / "image", 64 * _MiB)
+    with (
+        blockdev.loop(image) as device,
+        cell.agent(tmp_path, where, drivers=["rbd"], scope="csi") as agent,
+    ):
+        name = Path(device).name
+        shown = _scope(agent)
+        assert (shown["problem"], name in shown["unproven"]) == ("", True)
+        root = os.stat("/").st_dev
+        on_disk = os.path.realpath(f"/sys/dev/block/{os.major(root)}:{os.minor(root)}")
+        assert shown["own"].get(Path(on_disk).name, "root file system (/)").startswith("root")
+        file = record.own_file(agent.state)
+        written = file.read_text()
+        assert set(json.loads(written)["own"].values()) <= {str(why) for why in scope.Why}
+
+        assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+        waiting.until(
+            lambda: any(name in f["message"] + f["subject"] for f in agent.findings()),
+            10, "the report", detail=agent.findings,
+        )  # fmt: skip
+        assert agent.cli_json("volume", "guard", "status")["scope_mode"] == "dry-run"
+        agent.kill()
+        agent.start()
+        assert name in _scope(agent)["unproven"]
+        assert file.read_text() == written, "it is written once"
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A disk of another driver than loop."""
+    number = Path("/sys/class/zram-control/hot_add").read_text().strip()
+    try:
+        Path(f"/sys/block/zram{number}/disksize").write_text("64M")
+        yield f"/dev/zram{number}"
+    finally:
+        Path("/sys/class/zram-control/hot_remove").write_text(number)
+
+
+def test_a_loop_device_on_a_guarded_one_is_guarded(
+    where: cell.Cell, memory: str, tmp_path: Path
+) -> None:
+    """kubelet makes such a one for each raw block volume, and may leave it behind."""
+    with (
+        blockdev.loop(Path(memory)) as device,
+        cell.agent(tmp_path, where, drivers=["zram"], scope="csi") as agent,
+    ):
+        why = f"driver ({Path(memory).name})"
+        assert _scope(agent)["guarded"][Path(device).name] == why
+        with grave.missing_denial():
+            assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        blockdev.run("losetup", "-d", device)
+        blockdev.run("losetup", device, str(blockdev.blank(tmp_path / "image", 64 * _MiB)))
+        waiting.until(lambda: _opens(where, device), 30, "the guard of the number to end")
+        blockdev.run("losetup", "-d", device)
+
+
+class _Guard(kernel.Kernel):
+    """Of a kernel that does not tell of new disks, or of one that does."""
+
+    def __init__(self, ends_with_disk: bool) -> None:
+        self.ends_with_disk, self.no_watch = ends_with_disk, "no BPF events"
+        self.did: list[Any] = []
+        self.maps = {}
+
+    def reserve_own(self, numbers: Any) -> None:
+        self.did.append("reserve")
+
+    def judge(self, mode: kernel.Mode, own: Any) -> None:
+        self.did.append((str(mode), bool(own)))
+
+    def add(self, majors: Any, devices: Any) -> None:
+        self.did.append("guard")
+
+
+@pytest.mark.parametrize(("ends", "file", "problem", "did"), [
+    (False, None, "does not say when a number passes to a new disk", [("off", False)]),
+    (True, "{", "guard-own.json: it cannot be used", ["reserve"]),
+    (True, '{"format": 9}', "a newer agent wrote it", ["reserve"]),
+    (True, '{"own": {}}', "", ["reserve", "guard", ("dry-run", True)]),
+    (True, None, "", ["reserve", "guard", ("dry-run", True)]),
+])  # fmt: skip
+async def test_what_cannot_be_known_is_said(
+    tmp_path: Path, ends: bool, file: str | None, problem: str, did: list[Any]
+) -> None:
+    if file is not None:
+        record.own_file(tmp_path).parent.mkdir()
+        record.own_file(tmp_path).write_text(file)
+    devices, guard = own.OwnDevices(tmp_path), _Guard(ends)
+    await devices.apply(guard, _RBD, 1)
+    assert problem in devices.seen.problem and bool(problem) == bool(devices.seen.problem)
+    assert guard.did == did
+    assert record.own_file(tmp_path).exists() is (ends or file is not None)
+
+
+async def test_without_a_scope_nothing_is_judged_and_nothing_written_down(tmp_path: Path) -> None:
+    devices, guard = own.OwnDevices(tmp_path), _Guard(True)
+    await devices.apply(guard, settings.GuardSettings(), 1)
+    assert (guard.did, devices.seen.problem) == ([("off", False)], "")
+    assert not record.own_file(tmp_path).exists()
