@@ -58,8 +58,9 @@ class Controller:
         self.executor = steps.Executor(None, ledger, mirror, witness)
         self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
         self._reports = reports.Reports(
-            self.manager, ledger, is_watched=self._is_watched, changed=changed
-        )
+            self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.own.whose,
+            changed=changed,
+        )  # fmt: skip
         self._changed = changed
         self.node = node or NodeWatch()
         self._kmsg: kmsg.Kmsg | None = None

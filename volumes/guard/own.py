@@ -64,6 +64,10 @@ class OwnDevices:
         if before != (guard, wanted, program) or self.seen.problem:
             await self.look()
 
+    def whose(self, name: str) -> str:
+        """Of a device at the last look, and why; empty: it was not there, or there is no scope."""
+        return str(self.seen.found.get(name, ""))
+
     def start(self) -> None:
         self._follows = asyncio.create_task(self._follow(), name="own devices")
 

@@ -126,7 +126,8 @@ def _tell(denial: Denial, more: int = 0) -> None:
 
 
 class Reports:
-    """``is_watched``: whether a device gets automatic leases."""
+    """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of the
+    device of that name; empty: nothing."""
 
     def __init__(
         self,
@@ -134,11 +135,13 @@ class Reports:
         ledger: store.LedgerStore,
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
+        whose: Callable[[str], str] = lambda _: "",
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
         self._ledger = ledger
         self._is_watched = is_watched
+        self._whose = whose
         self._changed = changed
         self._windows = Windows(self._held_back, self._more)
         self._named: dict[kernel.Number, tuple[float, str, blockdev.BlockDevice | None]] = {}
@@ -202,7 +205,10 @@ class Reports:
             denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
         self._manager.denials.add(denial)
         if device is None or device.parent or not self._is_watched(device):
-            self._manager.denials.decided(name, "", ("this device never gets an automatic lease",))
+            why = "this device never gets an automatic lease"
+            if said := self._whose(name):
+                why += f" ({said})"
+            self._manager.denials.decided(name, "", (why,))
             self._changed()
         else:
             if known is not None and known.device.attachment != attachment:

@@ -143,7 +143,8 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
 
         assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         waiting.until(
-            lambda: any(name in f["message"] + f["subject"] for f in agent.findings()),
+            lambda: any(f"{name}: " in str(f) and "unproven: not in" in str(f)
+                        for f in agent.findings()),
             10, "the report", detail=agent.findings,
         )  # fmt: skip
         assert agent.cli_json("volume", "guard", "status")["scope_mode"] == "dry-run"
