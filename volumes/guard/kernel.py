@@ -370,8 +370,8 @@ class Kernel:
         return Present(
             **where,
             programs=[info for _, info in ours],
-            mode=self._mode("config"),
-            judges=self._mode("scope"),
+            mode=_mode(self.maps["config"]),
+            judges=_mode(self.maps.get("scope")),
             majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
             devices=frozenset(_number(k) for k in self.maps["devices"].snapshot()),
             openers=frozenset(task_text(k) for k in self.maps["openers"].snapshot()),
@@ -385,13 +385,6 @@ class Kernel:
             pinned=(self.pins / "program").exists()
             and not (self.ends_with_disk and not (self.pins / pins.DISKS).exists()),
         )
-
-    def _mode(self, name: str) -> Mode:
-        """By one of the two maps that hold a mode; an earlier program has only one."""
-        held = self.maps.get(name)
-        raw = (held and held.get(struct.pack("=I", 0))) or struct.pack("=I", 0)
-        number = struct.unpack("=I", raw)[0]
-        return list(Mode)[number] if number < len(Mode) else Mode.OFF
 
     def _counters(self) -> dict[str, int]:
         found = {}
@@ -620,6 +613,13 @@ class Kernel:
                 if raw is not None:
                     found[_number(key)] = KernelLease.unpack(raw)
         return found
+
+
+def _mode(held: bpf.Map | None) -> Mode:
+    """What a map of one mode says; an earlier program may not have it."""
+    raw = held.get(struct.pack("=I", 0)) if held is not None else None
+    number = struct.unpack("=I", raw)[0] if raw else 0
+    return list(Mode)[number] if number < len(Mode) else Mode.OFF
 
 
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:

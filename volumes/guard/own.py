@@ -32,11 +32,11 @@ SETTLE_SECONDS = 0.2  # devices come in crowds
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastLook:
     """The last look. ``problem``: why it is not in the kernel; empty: it is."""
 
     devices: tuple[stack.StackedDevice, ...] = ()
-    found: Mapping[str, scope.Judged] = field(default_factory=dict)
+    found: Mapping[str, scope.Judgement] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -44,7 +44,7 @@ class OwnDevices:
     """``above``: the guarded devices that are made of those of the drivers."""
 
     def __init__(self, state_dir: Path) -> None:
-        self.seen = Seen()
+        self.seen = LastLook()
         self.above: frozenset[kernel.Number] = frozenset()
         self._state_dir = state_dir
         self._known: dict[str, str] | None = None  # what was own at the first attach
@@ -96,15 +96,15 @@ class OwnDevices:
             except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
                 if str(error) != self.seen.problem:
                     log.error("devices of the scope are not judged", error=str(error))
-                self.seen = Seen(self.seen.devices, self.seen.found, str(error))
+                self.seen = LastLook(self.seen.devices, self.seen.found, str(error))
 
-    async def _look(self) -> Seen:
+    async def _look(self) -> LastLook:
         guard, wanted = self._guard, self._wanted
         if guard is None:
-            return Seen()
+            return LastLook()
         if wanted.scope == "ceph":
             await asyncio.to_thread(self._off, guard)
-            return Seen()
+            return LastLook()
         if not guard.ends_with_disk:
             await asyncio.to_thread(self._off, guard)
             raise kit.errors.HostError(
@@ -130,10 +130,10 @@ class OwnDevices:
         self._known = known
         found = scope.decide(seen, wanted, known)
         await asyncio.to_thread(self._bring, guard, seen, found)
-        return Seen(seen.devices, found)
+        return LastLook(seen.devices, found)
 
     def _bring(
-        self, guard: kernel.Kernel, seen: stack.Stack, found: Mapping[str, scope.Judged]
+        self, guard: kernel.Kernel, seen: stack.Stack, found: Mapping[str, scope.Judgement]
     ) -> None:
         before, self.above = (
             self.above,
@@ -161,7 +161,7 @@ def _reserve(guard: kernel.Kernel) -> None:
 
 
 def table(
-    seen: stack.Stack, found: Mapping[str, scope.Judged]
+    seen: stack.Stack, found: Mapping[str, scope.Judgement]
 ) -> dict[kernel.Number, kernel.Number]:
     """The numbers of the node's own devices, each with that of its disk."""
     numbers = {device.name: device.number for device in seen.devices}
@@ -174,7 +174,7 @@ def table(
     }
 
 
-def describe(seen: Seen, wanted: settings.GuardSettings) -> dict[str, Any]:
+def describe(seen: LastLook, wanted: settings.GuardSettings) -> dict[str, Any]:
     """As JSON: each device with a medium, and why it is judged or not."""
     told: dict[str, dict[str, str]] = {str(whose): {} for whose in scope.Whose}
     for device in seen.devices:

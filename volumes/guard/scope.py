@@ -56,7 +56,7 @@ _KEPT = frozenset({*_SYSTEM, Why.MOUNTED, Why.OPENED})
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgement:
     """``of``: the driver, the path or the program; of what is made of others, the device that
     decided."""
 
@@ -111,7 +111,7 @@ def names(pattern: str, device: StackedDevice) -> bool:
 
 def decide(
     stack: Stack, wanted: settings.GuardSettings, known: Mapping[str, str]
-) -> dict[str, Judged]:
+) -> dict[str, Judgement]:
     """Of each device by its name. ``known``: what ``first`` said at the first attach."""
     return _Decision(stack, wanted, known).found
 
@@ -150,7 +150,7 @@ class _Decision:
     ) -> None:
         """``known``: None at the first attach."""
         self.stack, self.wanted, self.known = stack, wanted, known
-        self.found: dict[str, Judged] = {}
+        self.found: dict[str, Judgement] = {}
         self.devices = {device.name: device for device in stack.devices}
         self.above: dict[str, list[str]] = {}
         for device in stack.devices:
@@ -159,13 +159,13 @@ class _Decision:
         own_mounts, self.staged = self._mounts()
         for device in stack.devices:
             if device.driver in wanted.drivers:
-                self._up(device.name, Judged(Whose.GUARDED, Why.DRIVER, device.driver))
+                self._up(device.name, Judgement(Whose.GUARDED, Why.DRIVER, device.driver))
         for name, why, of in [*self._system(own_mounts), *self._in_use(own_mounts)]:
-            self._down(name, Judged(Whose.OWN, why, of))
+            self._down(name, Judgement(Whose.OWN, why, of))
         for name, path in self.staged.items():
-            self._down(name, Judged(Whose.GUARDED, Why.KUBELET, path))
+            self._down(name, Judgement(Whose.GUARDED, Why.KUBELET, path))
         for name, why, of in self._by_settings():
-            self._down(name, Judged(Whose.OWN, why, of))
+            self._down(name, Judgement(Whose.OWN, why, of))
         for device in stack.devices:
             self._settle(device.name, set())
 
@@ -228,27 +228,27 @@ class _Decision:
                 if names(pattern, device):
                     yield device.name, Why.PATTERN, pattern
 
-    def _down(self, name: str, judged: Judged) -> None:
+    def _down(self, name: str, judged: Judgement) -> None:
         """It, and all that carries it. What was found before stays, and so does what is below."""
         if name in self.found or name not in self.devices:
             return
         self.found[name] = self._lasting(name, judged)
         for lower in self.devices[name].below:
-            self._down(lower, Judged(judged.whose, judged.why, judged.of or name))
+            self._down(lower, Judgement(judged.whose, judged.why, judged.of or name))
 
-    def _lasting(self, name: str, judged: Judged) -> Judged:
+    def _lasting(self, name: str, judged: Judgement) -> Judgement:
         if judged.whose is Whose.OWN and self.devices[name].driver in STAYS:
-            return Judged(Whose.UNPROVEN, Why.STAYS, self.devices[name].driver)
+            return Judgement(Whose.UNPROVEN, Why.STAYS, self.devices[name].driver)
         return judged
 
-    def _up(self, name: str, judged: Judged) -> None:
+    def _up(self, name: str, judged: Judgement) -> None:
         """It, and all that is made of it."""
         if name not in self.found:
             self.found[name] = judged
             for upper in self.above.get(name, ()):
-                self._up(upper, Judged(judged.whose, judged.why, name))
+                self._up(upper, Judgement(judged.whose, judged.why, name))
 
-    def _settle(self, name: str, ahead: set[str]) -> Judged:
+    def _settle(self, name: str, ahead: set[str]) -> Judgement:
         """What nothing above decided is as what it lies on. But a logical volume says nothing by
         the disks of its group: drivers make theirs there, too."""
         found = self.found.get(name)
@@ -259,12 +259,12 @@ class _Decision:
                 for lower in device.below
                 if lower in self.devices and lower not in ahead
             ]
-            found = Judged(Whose.UNPROVEN, Why.NEW)
+            found = Judgement(Whose.UNPROVEN, Why.NEW)
             for whose in (Whose.GUARDED, Whose.UNPROVEN, Whose.OWN):
                 first = next(((each, it) for each, it in below if it.whose is whose), None)
                 if first is not None:
                     if whose is not Whose.OWN or not group(device):
-                        found = Judged(whose, first[1].why, first[0])
+                        found = Judgement(whose, first[1].why, first[0])
                     break
             self.found[name] = found = self._lasting(name, found)
         return found

@@ -97,7 +97,7 @@ def wanted(**fields: Any) -> settings.GuardSettings:
     return settings.GuardSettings.model_validate({"scope": "csi", **fields})
 
 
-def said(found: Mapping[str, scope.Judged], names: Mapping[str, str]) -> dict[str, str]:
+def said(found: Mapping[str, scope.Judgement], names: Mapping[str, str]) -> dict[str, str]:
     """As the files say it: of an unproven device not why, there is only one."""
     return {
         name: "unproven"
