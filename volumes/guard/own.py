@@ -65,8 +65,9 @@ class OwnDevices:
             await self.look()
 
     def whose(self, name: str) -> str:
-        """Of a device at the last look, and why; empty: it was not there, or there is no scope."""
-        return str(self.seen.found.get(name, ""))
+        """Of a device, and why; empty: there is no scope."""
+        new = scope.Judgement(scope.Whose.UNPROVEN, scope.Why.NEW)
+        return "" if self._wanted.scope == "ceph" else str(self.seen.found.get(name, new))
 
     def start(self) -> None:
         self._follows = asyncio.create_task(self._follow(), name="own devices")

@@ -193,7 +193,9 @@ class Reports:
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
         remembered = self._ledger.get(volume)
-        early = undecided and not (remembered and remembered.type)
+        watched = device is not None and not device.parent and self._is_watched(device)
+        said = "" if watched else self._whose(name)  # then no decision follows
+        early = undecided and not said and not (remembered and remembered.type)
         attachment = device.attachment if device else None
         key = event.caller, event.denied, early, attachment
         denial = self._windows.joined(key)
@@ -204,10 +206,8 @@ class Reports:
         else:
             denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
         self._manager.denials.add(denial)
-        if device is None or device.parent or not self._is_watched(device):
-            why = "this device never gets an automatic lease"
-            if said := self._whose(name):
-                why += f" ({said})"
+        if device is None or not watched:
+            why = "this device never gets an automatic lease" + (f" ({said})" if said else "")
             self._manager.denials.decided(name, "", (why,))
             self._changed()
         else:

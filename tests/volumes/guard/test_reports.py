@@ -1,6 +1,7 @@
 """What a report of a denial starts: a look at the device that is there now."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,4 +57,24 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     manager.known = {DEVICE.name: steps.Known(before)}
     told.denied(EVENT, None)
     assert manager.scheduled == [DEVICE]
+    told.close()
+
+
+@pytest.mark.parametrize(("whose", "rule", "why"), [
+    ("unproven: not in use", "format-would-be-denied", "automatic lease (unproven: not in use)"),
+    ("", "format-unchecked", ""),
+])  # fmt: skip
+async def test_a_write_to_a_device_of_no_driver_waits_for_no_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, rule: str, why: str
+) -> None:
+    monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
+    monkeypatch.setattr(blockdev, "identify", lambda name: DEVICE)
+    manager: Any = Manager()
+    ledger = store.LedgerStore(tmp_path)
+    told = reports.Reports(
+        manager, ledger, is_watched=lambda _: False, whose=lambda _: whose, changed=lambda: None
+    )
+    told.denied(dataclasses.replace(EVENT, denied=False), None)
+    (found,) = manager.denials.findings(time.time())
+    assert (found.rule, why in found.message) == (rule, True)
     told.close()
