@@ -58,8 +58,6 @@ class InForce:
         proved = self.proof == expected or self.proof.startswith("unknown")
         if not self.unsupported and not proved:
             found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
-        if self.own.seen.problem:
-            found.append(f"devices of the scope are not judged: {self.own.seen.problem}")
         return found
 
     def of_kernel(self) -> list[str]:

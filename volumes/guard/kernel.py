@@ -485,7 +485,12 @@ class Kernel:
         """A place for each in the table of the node's own, which counts for nothing before
         ``judge`` fills it. A new disk takes away the place of its number."""
         with self._hold:
-            own = self._attached()["own"]
+            own = self._attached().get("own")
+            if own is None:
+                raise kit.errors.RefusedError(
+                    f"guard of {self.cgroup}", "an earlier program is attached: it knows no scope",
+                    "see why this version's is not: nodeagent volume guard status",
+                )  # fmt: skip
             for number in numbers:
                 with contextlib.suppress(FileExistsError):
                     own.set(_key(number), _key(_NOBODY), bpf.IF_NEW)

@@ -27,7 +27,7 @@ from volumes.guard import kernel, record, scope
 log = structlog.get_logger("volumes")
 
 READ_SECONDS = 10.0  # for all devices, and for a file of the state directory
-ROUND_SECONDS = 30.0  # between two looks when no device is heard of
+ROUND_SECONDS = 300.0  # between two looks when no device is heard of
 SETTLE_SECONDS = 0.2  # devices come in crowds
 
 

@@ -39,6 +39,10 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
         message = f"whether the guard is in force could not be tried: {force.proof}"
         advice = "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev"
         yield finding("guard-unproven", message, advice)
+    if problem := force.own.seen.problem:
+        message = f"writes to devices of other drivers are not reported: {problem}"
+        advice = "Do what the message says; see docs/guard.md, Other drivers"
+        yield finding("scope-not-judged", message, advice)
     if force.came_late:
         message = (
             f"nothing guarded this node when the agent started, and {force.came_late} devices "
