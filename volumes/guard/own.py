@@ -136,14 +136,12 @@ class OwnDevices:
     def _bring(
         self, guard: kernel.Kernel, seen: stack.Stack, found: Mapping[str, scope.Judgement]
     ) -> None:
-        before, self.above = (
-            self.above,
-            frozenset(
-                device.number
-                for device in seen.devices
-                if found[device.name].why is scope.Why.DRIVER
-                and device.driver not in self._wanted.drivers
-            ),
+        before = self.above
+        self.above = frozenset(
+            device.number
+            for device in seen.devices
+            if found[device.name].why is scope.Why.DRIVER
+            and device.driver not in self._wanted.drivers
         )
         guard.add((), self.above)
         guard.release(before - self.above)
@@ -151,9 +149,10 @@ class OwnDevices:
 
     def _off(self, guard: kernel.Kernel) -> None:
         """An earlier program judges nothing by a scope."""
-        self.above = frozenset()
+        before, self.above = self.above, frozenset()
         with contextlib.suppress(kit.errors.RefusedError, KeyError):
             guard.judge(kernel.Mode.OFF, {})
+            guard.release(before)
 
 
 def _reserve(guard: kernel.Kernel) -> None:

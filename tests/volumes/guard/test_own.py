@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, grave, waiting
+from tests.testbed import blockdev, cell, grave, guest, waiting
 from volumes import settings
 from volumes.guard import kernel, own, record, scope
 
@@ -181,6 +181,30 @@ def test_a_loop_device_on_a_guarded_one_is_guarded(
         blockdev.run("losetup", device, str(blockdev.blank(tmp_path / "image", 64 * _MiB)))
         waiting.until(lambda: _opens(where, device), 30, "the guard of the number to end")
         blockdev.run("losetup", "-d", device)
+
+
+@pytest.mark.guest
+@pytest.mark.timeout(600)
+def test_the_device_mapper_in_a_guest(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("guest_scope.py")
+    path = f"{guest.ROOT}/.venv/bin:{os.environ['PATH']}"
+    result = guest.run(
+        f"export PATH={path} PYTHONPATH={guest.ROOT}\ncd {guest.ROOT}\n"
+        f"modprobe -a loop dm_mod ext4\npython {script}\n",
+        tmp_path, timeout=waiting.limit(500),
+    )  # fmt: skip
+    assert result.exit == 0, result.text[-4000:]
+    assert result.marked("check") == [
+        *("made used 0", "made spare 0", "mounted 0"),
+        "problem '' judges dry-run",
+        "spare unproven: takes one medium after the other (loop0)",
+        "used own: mounted at the first attach",
+        "written {'dm:LVM-used': 'mounted at the first attach'}",
+        "lies on ('loop0',)",
+        "opens used True spare False",
+        *("made new 0", "opens new False", "mkfs new True True", "remount 0", "made other 0"),
+        *("same number True opens False", "other unproven True", "without a guard True"),
+    ]
 
 
 class _Guard(kernel.Kernel):
