@@ -4,6 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from linux import stack
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
 from volumes.guard import kernel, own, record, scope
@@ -51,7 +52,9 @@ async def main() -> None:
     say(f"lies on {by_mapping['used'].below}")
 
     # As it will be when a scope refuses.
-    guard.judge(kernel.Mode.ENFORCE, own.table(_stack(devices), devices.seen.found))
+    guard.judge(
+        kernel.Mode.ENFORCE, own.table(stack.Stack(devices.seen.devices), devices.seen.found)
+    )
     say(f"opens used {opens('used')} spare {opens('spare')}")
     linear("new", 131072)
     say(f"opens new {opens('new')}")
@@ -69,10 +72,6 @@ async def main() -> None:
     say(f"other {whose.whose} {whose.why is scope.Why.NEW}")
     guard.detach()
     say(f"without a guard {opens('other')}")
-
-
-def _stack(devices: own.OwnDevices) -> "own.stack.Stack":
-    return own.stack.Stack(devices.seen.devices)
 
 
 asyncio.run(main())
