@@ -34,7 +34,8 @@ class Denial:
 
     ``early``: made before the decision on a device of which the ledger knew no content. In dry-run
     the first mkfs of a new volume succeeds before the agent has checked it, and so would one that
-    destroys data: a finding that says so.
+    destroys data: a finding that says so. ``whose``: what the scope says of a device that no driver
+    guards; it is reported, and was written to.
     """
 
     at: float
@@ -52,6 +53,7 @@ class Denial:
     verdict: str = ""
     reasons: tuple[str, ...] = ()
     early: bool = False
+    whose: str = ""
     count: int = 1
 
     @property
@@ -181,6 +183,11 @@ def _keep(kept: OrderedDict[KeyT, Denial], key: KeyT, new: Denial, most: int) ->
 
 
 def _advice(denial: Denial) -> str:
+    if denial.whose:
+        return (
+            "Nothing is wrong: the guard only tells what it would do here. If the device is the "
+            "node's own, name it in volumes.guard.own"
+        )
     if not denial.denied:
         return (
             "It was NOT stopped. Stop the volume's users and examine what it holds now: 'nodeagent "
@@ -215,13 +222,17 @@ def _finding(denial: Denial) -> kit.findings.Finding:
             evidence={"pid": str(denial.pid), "command": denial.command, "pod": denial.pod,
                       "verdict": denial.verdict, "volume": denial.volume},
         )  # fmt: skip
-    rule = "format-denied" if denial.denied else "format-would-be-denied"
+    rule, severity = "format-would-be-denied", kit.findings.Severity.CRITICAL
+    if denial.whose:
+        rule, severity = "scope-would-deny", kit.findings.Severity.INFO
+    elif denial.denied:
+        rule = "format-denied"
     did = "was denied" if denial.denied else "would have been denied (dry-run)"
     subject = denial.title or denial.device
     return kit.findings.Finding(
         id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
         rule=rule,
-        severity=kit.findings.Severity.CRITICAL,
+        severity=severity,
         subject=subject,
         message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
         f"{'; '.join(denial.reasons)}",

@@ -65,9 +65,11 @@ class OwnDevices:
             await self.look()
 
     def whose(self, name: str) -> str:
-        """Of a device, and why; empty: there is no scope."""
+        """Of a device that is judged because of the scope, and why; empty: it is not."""
         new = scope.Judgement(scope.Whose.UNPROVEN, scope.Why.NEW)
-        return "" if self._wanted.scope == "ceph" else str(self.seen.found.get(name, new))
+        found = self.seen.found.get(name, new)
+        by_driver = self._wanted.scope == "ceph" or found.why is scope.Why.DRIVER
+        return "" if by_driver else str(found)
 
     def start(self) -> None:
         self._follows = asyncio.create_task(self._follow(), name="own devices")

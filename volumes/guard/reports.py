@@ -127,7 +127,7 @@ def _tell(denial: Denial, more: int = 0) -> None:
 
 class Reports:
     """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of the
-    device of that name; empty: nothing."""
+    device of that name; empty: it does not judge it."""
 
     def __init__(
         self,
@@ -194,20 +194,21 @@ class Reports:
         undecided = known is None or known.reasons is None
         remembered = self._ledger.get(volume)
         watched = device is not None and not device.parent and self._is_watched(device)
-        said = "" if watched else self._whose(name)  # then no decision follows
+        # Of what the scope judges: no decision follows.
+        said = "" if watched or event.denied else self._whose(name)
         early = undecided and not said and not (remembered and remembered.type)
         attachment = device.attachment if device else None
         key = event.caller, event.denied, early, attachment
         denial = self._windows.joined(key)
         if denial is None:
             found = denials.resolve(event, mount, name, volume, title)
-            denial = dataclasses.replace(found, early=early)
+            denial = dataclasses.replace(found, early=early, whose=said)
             self._windows.open(key, denial, event.caller)
         else:
             denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
         self._manager.denials.add(denial)
         if device is None or not watched:
-            why = "this device never gets an automatic lease" + (f" ({said})" if said else "")
+            why = said or "this device never gets an automatic lease"
             self._manager.denials.decided(name, "", (why,))
             self._changed()
         else:

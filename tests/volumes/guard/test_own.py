@@ -143,12 +143,20 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
 
         assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         waiting.until(
-            lambda: any(f"{name}: " in str(f) and "unproven: not in" in str(f)
-                        for f in agent.findings()),
+            lambda: any(
+                f["rule"] == "scope-would-deny" and f" of {name} " in f["message"]
+                for f in agent.findings()
+            ),
             10, "the report", detail=agent.findings,
         )  # fmt: skip
         assert agent.cli_json("volume", "guard", "status")["scope_mode"] == "dry-run"
         agent.kill()
+        guard = where.guard()
+        guard.detach()
+        agent.cli_json("volume", "guard", "attach")  # as at boot
+        assert guard.read().judges is kernel.Mode.DRY_RUN
+        assert bool(guard.maps["own"].snapshot()) is bool(shown["own"])
+        guard.close()
         agent.start()
         assert name in _scope(agent)["unproven"]
         assert file.read_text() == written, "it is written once"
