@@ -67,14 +67,11 @@ class GuardSettings(kit.settings.Section):
     )
     """Block drivers of the guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Devices of other drivers. ceph: not judged. csi: all but the node's own, above all a disk
-    that appears; own is what was in use when the guard was first attached with this scope. all: as
-    csi, but own are only the disks of the root file system and of swaps. The guard reports writes
-    to these devices, and refuses none of them."""
+    """Devices of other drivers, of which the guard reports writes. ceph: none. csi: all but the
+    node's own. all: own are only those of the root file system and of swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
-    """More disks that are the node's own: 'by-id:PATTERN' or 'by-path:PATTERN' (of links in
-    /dev/disk), 'model:PATTERN' (vendor and model), 'vg:PATTERN' (LVM volume group). What kubelet
-    mounts for a PersistentVolume is never own."""
+    """More own disks: 'by-id:PATTERN' or 'by-path:PATTERN' (in /dev/disk), 'model:PATTERN' (vendor
+    and model), 'vg:PATTERN' (volume group). Not what kubelet mounts for a PersistentVolume."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""

@@ -422,7 +422,10 @@ class Kernel:
                 fill(maps, wanted)
                 with pins.watched(self.pins):
                     self._keep(program, maps)
-                    _take_over(self.maps.get("leases"), maps["leases"])
+                    for name in ("leases", "own"):
+                        _take_over(self.maps.get(name), maps[name])
+                    judges = _mode(self.maps.get("scope")).number
+                    maps["scope"].set(struct.pack("=I", 0), struct.pack("=I", judges))
                     program.attach(fd)
                     # Both programs guard, and both keep their maps. So what only the earlier one
                     # has came from an open, or is a disk, that the later one did not see.

@@ -148,7 +148,11 @@ def _rebuilt(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
 _SHAPES = {
     "majors": ("__u32, __u8, 4096)", "__u32, __u8, 2048)"),
     "devices": ("struct device, __u8, 4096)", "struct device, __u8, 8192)"),
-    "config": ("__u32, __u32, 1)", "__u32, __u32, 2)"),
+    "config": ("config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1)",
+               "config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 2)"),
+    "scope": ("scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1)",
+              "scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 2)"),
+    "own": ("struct device, struct device, 4096)", "struct device, struct device, 2048)"),
     "leases": ("struct lease, 4096)", "struct lease, 2048)"),
     "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
     "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
@@ -157,7 +161,7 @@ _SHAPES = {
     "callers": ("struct heard, 1024)", "struct heard, 512)"),
     "counters": ("__u64, COUNTERS)", "__u64, COUNTERS + 1)"),
     "events": ("256 * 1024)", "512 * 1024)"),
-}
+}  # fmt: skip
 
 
 def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> None:
@@ -176,6 +180,8 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     assert set(where_now.maps) == set(shapes)
     where_now.reserve(held, 1)
     where_now.grant(held, time.monotonic() + 600, 1)
+    where_now.reserve_own([held])
+    where_now.judge(kernel.Mode.DRY_RUN, {held: held})
     where_now.maps["devices"].set(struct.pack("=II", *stacked), b"\1")
     connects = where_now.maps["connecting"]  # as if this process had run cryptsetup luksOpen
     connects.set(struct.pack("=I", os.getpid()), struct.pack("=Q", time.monotonic_ns()))
@@ -190,6 +196,8 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
             assert {held} == set(present.leases), version
             with _new_disk() as number:
                 assert {stacked, number} <= guard.read().devices, version
+            assert present.judges is kernel.Mode.DRY_RUN, version
+            assert guard.maps["own"].get(struct.pack("=II", *held)), version
             seen.add(present.programs[0].id)
             guard.close()
         bad_opened, bad_refused = bad()
