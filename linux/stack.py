@@ -93,17 +93,7 @@ def read(
     OSError; HostError when there are too many devices."""
     sysfs, proc = Path(root, "sys"), Path(root, "proc")
     drivers, links = blockdev.majors(proc), _links(Path(root, "dev/disk"))
-    there = [
-        (name, number)
-        for name in sorted(os.listdir(sysfs / "class/block"))
-        if (number := blockdev.number_of(f"{sysfs}/class/block/{name}"))
-    ]
-    if len(there) > MOST_DEVICES:
-        raise kit.errors.HostError(
-            "block devices of this node",
-            f"there are {len(there)}, and at most {MOST_DEVICES} are told apart",
-            "set volumes.guard.scope: ceph",
-        )
+    there = numbers(sysfs)
     names = {number: name for name, number in there}
     found = []
     for name, number in there:
@@ -121,6 +111,23 @@ def read(
         pools=tuple(_pools(sysfs)),
         opened=_opened(proc, names) if programs else None,
     )
+
+
+def numbers(sysfs: str | Path = blockdev.SYSFS) -> list[tuple[str, Number]]:
+    """Names and numbers of all devices, in the order of names. Never waits for a device. OSError;
+    HostError when there are too many."""
+    there = [
+        (name, number)
+        for name in sorted(os.listdir(f"{sysfs}/class/block"))
+        if (number := blockdev.number_of(f"{sysfs}/class/block/{name}"))
+    ]
+    if len(there) > MOST_DEVICES:
+        raise kit.errors.HostError(
+            "block devices of this node",
+            f"there are {len(there)}, and at most {MOST_DEVICES} are told apart",
+            "set volumes.guard.scope: ceph",
+        )
+    return there
 
 
 def _device(

@@ -20,7 +20,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.tasks
-from linux import blockdev, stack
+from linux import stack
 from volumes import settings
 from volumes.guard import kernel, record, scope
 
@@ -158,8 +158,7 @@ class OwnDevices:
 
 
 def _reserve(guard: kernel.Kernel) -> None:
-    homes = (f"{blockdev.SYSFS}/class/block/{name}" for name in blockdev.names())
-    guard.reserve_own(number for home in homes if (number := blockdev.number_of(home)))
+    guard.reserve_own(number for _, number in stack.numbers())
 
 
 def table(
