@@ -196,12 +196,13 @@ static __always_inline int holds(struct lease *lease)
 }
 
 // A new disk takes its number away from what had it. The numbers of that one's partitions stay, so they count only
-// while their disk does.
+// while their disk does: it has a place, and that names the disk itself. An empty place names nobody.
 static __always_inline int is_own(struct device *dev)
 {
-	struct device *disk = bpf_map_lookup_elem(&own, dev);
+	struct device *disk = bpf_map_lookup_elem(&own, dev), *same;
 
-	return disk && bpf_map_lookup_elem(&own, disk);
+	same = disk ? bpf_map_lookup_elem(&own, disk) : 0;
+	return same && same->major == disk->major && same->minor == disk->minor;
 }
 
 SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
@@ -211,6 +212,7 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 	char name[NAME] = {};
 	__u32 zero = 0, pid, *mode;
 	struct lease *lease;
+	int guarded;
 	__u64 now;
 
 	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
@@ -221,7 +223,8 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 		return 1;
 	if (dev.major == CANARY_MAJOR)
 		return *mode != MODE_ENFORCE;
-	if (!bpf_map_lookup_elem(&majors, &dev.major) && !bpf_map_lookup_elem(&devices, &dev)) {
+	guarded = bpf_map_lookup_elem(&majors, &dev.major) || bpf_map_lookup_elem(&devices, &dev);
+	if (!guarded) {
 		mode = bpf_map_lookup_elem(&scope, &zero);
 		if (!mode || *mode == MODE_OFF || is_own(&dev))
 			return 1;
@@ -238,7 +241,8 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 	if (word_allowed(task, name)) {
 		pid = bpf_get_current_pid_tgid() >> 32;
 		now = bpf_ktime_get_ns();
-		bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
+		if (guarded)   // what lies on another one is judged by the scope, as that one is
+			bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
 		return count(BY_WORD, 1);
 	}
 	report(&dev, task, name, *mode);

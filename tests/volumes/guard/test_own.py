@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,27 @@ def test_a_partition_is_own_while_its_disk_is(
             _be_own(judged, {part: disk})
             with grave.missing_denial():
                 assert not _opens(where, f"{device}p1")
+            judged.reserve_own([disk])  # of a new disk that is not read yet
+            with grave.missing_denial():
+                assert not _opens(where, f"{device}p1"), "a place alone proves nothing"
         finally:
             blockdev.run("delpart", device, "1")
+
+
+def test_what_lies_on_a_device_that_only_the_scope_judges_is_not_guarded(
+    where: cell.Cell, judged: kernel.Kernel, tmp_path: Path
+) -> None:
+    """The mapping of a luksOpen would be, in the drivers' mode: nobody could format it."""
+    shutil.copy("/bin/sh", tmp_path / "cryptsetup")
+    (tmp_path / "luksOpen").write_text('exec 3<>"$1"\n')
+    with blockdev.loop(blockdev.blank(tmp_path / "image", _MiB)) as device:
+        judged.judge(kernel.Mode.DRY_RUN, {})
+        before = judged.read().counters["by_word"]
+        connecting = set(judged.maps["connecting"].snapshot())
+        opens = f"cd {tmp_path} && exec ./cryptsetup luksOpen {device}"
+        assert where.run("sh", "-c", opens).returncode == 0
+        assert judged.read().counters["by_word"] > before
+        assert set(judged.maps["connecting"].snapshot()) == connecting
 
 
 def test_the_kernel_says_what_it_judges(judged: kernel.Kernel) -> None:
