@@ -179,10 +179,11 @@ def _table(proc: Path) -> bytes:
 
 
 def _swaps(proc: Path, mapped: dict[str, str]) -> Iterator[str]:
-    for line in (proc / "swaps").read_text().splitlines()[1:]:
-        path, kind, *_ = line.split()
-        if kind == "partition":  # any device
-            yield named(path, mapped)
+    with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+        for line in (proc / "swaps").read_text().splitlines()[1:]:
+            path, kind, *_ = line.split()
+            if kind == "partition":  # any device
+                yield named(path, mapped)
 
 
 def named(path: str, mapped: dict[str, str]) -> str:

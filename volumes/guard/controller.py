@@ -58,7 +58,7 @@ class Controller:
         self.executor = steps.Executor(None, ledger, mirror, witness)
         self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
         self._reports = reports.Reports(
-            self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.own.whose,
+            self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.whose,
             changed=changed,
         )  # fmt: skip
         self._changed = changed
@@ -226,6 +226,7 @@ class Controller:
     async def _scan(self) -> None:
         """Schedule new devices, forget those that are gone. With hundreds of devices reading sysfs
         takes long, so a thread does it; what it found is old when it is used."""
+        self.in_force.own.heard()  # no event may have told of what came
         before = self.in_force.parts
         there = await asyncio.to_thread(self._devices.all)
         names = {device.name for device in there}

@@ -112,7 +112,7 @@ class InForce:
             )  # fmt: skip
         guard = self.guard if self.present.attached else None
         program = self.present.programs[0].id if guard is not None else 0
-        await self.own.apply(guard, self.settings, program)
+        self.own.apply(guard, self.settings, program)
         return guard
 
     async def prove(self) -> None:
@@ -175,6 +175,12 @@ class InForce:
         """By its driver, or because it lies on such a device."""
         return device.driver in self.settings.drivers or any(map(self.is_guarded, device.below))
 
+    def whose(self, number: kernel.Number, name: str, device: blockdev.BlockDevice | None) -> str:
+        """What the scope says of a device that only it judges; empty: it is guarded. None: it went
+        already."""
+        by_driver = number[0] in self._majors or (device is not None and self.is_guarded(device))
+        return "" if by_driver or self.settings.scope == "ceph" else self.own.whose(name)
+
     def cover(self, device: blockdev.BlockDevice) -> None:
         """Guard the number of a driver that was loaded just now, of a partition with an extended
         major or of a device on top of a guarded one, before anybody can use it."""
@@ -207,6 +213,6 @@ class InForce:
                 young.add(device.number)
         # While the last settings are lost, devices of drivers that they named look like others.
         if self.guard is not None and self.present is not None and not self.memory.lost:
-            stale = self.present.devices - found - young - self.parts - self.own.above
+            stale = self.present.devices - found - young - self.parts
             self.guard.release(stale)
         return frozenset(found)

@@ -5,7 +5,8 @@ the table is what must be right. A number gets its place in it *before* the devi
 counts *after* that; a disk that gets the number in between takes the place away (guard.bpf.c).
 
 Writes to devices that are judged only because of the scope are reported, and none is refused: no
-automatic lease knows their volumes yet. What is made of a device of ``drivers`` is guarded like it.
+automatic lease knows their volumes yet. So is a loop device or an array on one of ``drivers``: what
+the guard refuses is no matter of the scope (``in_force``).
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.pause
 import kit.tasks
 from linux import stack
 from volumes import settings
@@ -27,13 +29,14 @@ from volumes.guard import kernel, record, scope
 log = structlog.get_logger("volumes")
 
 READ_SECONDS = 10.0  # for all devices, and for a file of the state directory
+FIRST_SECONDS = 60.0  # for the first look, which reads what each process has open
 ROUND_SECONDS = 300.0  # between two looks when no device is heard of
 SETTLE_SECONDS = 0.2  # devices come in crowds
 
 
 @dataclass(frozen=True)
 class LastLook:
-    """The last look. ``problem``: why it is not in the kernel; empty: it is."""
+    """The last look. ``problem``: why it is not in the kernel; empty: it is, or none was made."""
 
     devices: tuple[stack.StackedDevice, ...] = ()
     found: Mapping[str, scope.Judgement] = field(default_factory=dict)
@@ -41,11 +44,12 @@ class LastLook:
 
 
 class OwnDevices:
-    """``above``: the guarded devices that are made of those of the drivers."""
+    """``writes``: whether it writes down what is own. A command at boot or in a container may see
+    too little of the node, and nothing is judged before an agent saw all of it."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, writes: bool = True) -> None:
         self.seen = LastLook()
-        self.above: frozenset[kernel.Number] = frozenset()
+        self._writes = writes
         self._state_dir = state_dir
         self._known: dict[str, str] | None = None  # what was own at the first attach
         self._wanted = settings.GuardSettings()
@@ -53,23 +57,25 @@ class OwnDevices:
         self._program = 0  # whose tables were filled
         self._lock = asyncio.Lock()
         self._heard = asyncio.Event()
+        self._due = True  # the kernel does not have what these settings want, as far as is known
         self._follows: asyncio.Task[None] | None = None
 
-    async def apply(
+    def apply(
         self, guard: kernel.Kernel | None, wanted: settings.GuardSettings, program: int
     ) -> None:
-        """In the kernel when it returns, or ``seen`` says why not. ``program``: its id there."""
+        """The next look brings it to the kernel. ``program``: its id there."""
         before = self._guard, self._wanted, self._program
         self._guard, self._wanted, self._program = guard, wanted, program
-        if before != (guard, wanted, program) or self.seen.problem:
-            await self.look()
+        if before != (guard, wanted, program):
+            self._due = True
+            self._heard.set()
 
     def whose(self, name: str) -> str:
-        """Of a device that is judged because of the scope, and why; empty: it is not."""
+        """Of a device that the kernel judged because of the scope, and why."""
         new = scope.Judgement(scope.Whose.UNPROVEN, scope.Why.NEW)
         found = self.seen.found.get(name, new)
-        by_driver = self._wanted.scope == "ceph" or found.why is scope.Why.DRIVER
-        return "" if by_driver else str(found)
+        # What was own went, or the kernel would not have judged it.
+        return str(new if found.whose is scope.Whose.OWN else found)
 
     def start(self) -> None:
         self._follows = asyncio.create_task(self._follow(), name="own devices")
@@ -83,33 +89,44 @@ class OwnDevices:
         self._follows = None
 
     async def _follow(self) -> None:
+        failed = kit.pause.Backoff()
         while True:
             await kit.tasks.until(self._heard, ROUND_SECONDS)
             self._heard.clear()
-            if self._wanted.scope != "ceph":
+            if self._due or self._wanted.scope != "ceph":
                 await self.look()
-            await asyncio.sleep(SETTLE_SECONDS)
+            if self.seen.problem:  # it may have taken all its time
+                self._heard.set()
+                await asyncio.sleep(failed.next())
+            else:
+                failed.reset()
+                await asyncio.sleep(SETTLE_SECONDS)
 
     async def look(self) -> None:
         """Read all devices, decide, and bring it to the kernel. After a failure the table stays as
         it is: what was proved own is own until another disk has its number."""
         async with self._lock:
+            self._due = False
             try:
                 self.seen = await self._look()
-            except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
-                if str(error) != self.seen.problem:
-                    log.error("devices of the scope are not judged", error=str(error))
-                self.seen = LastLook(self.seen.devices, self.seen.found, str(error))
+            except Exception as error:  # the guard of the drivers goes on, whatever it is
+                known = isinstance(error, kit.errors.AgentError | OSError | RuntimeError)
+                problem = str(error) if known else repr(error)
+                if problem != self.seen.problem:
+                    text = "devices of the scope are not judged"
+                    log.error(text, error=problem, exc_info=not known)
+                self.seen = LastLook(self.seen.devices, self.seen.found, problem)
+                self._due = True
 
     async def _look(self) -> LastLook:
         guard, wanted = self._guard, self._wanted
         if guard is None:
             return LastLook()
         if wanted.scope == "ceph":
-            await asyncio.to_thread(self._off, guard)
+            await asyncio.to_thread(_off, guard)
             return LastLook()
         if not guard.ends_with_disk:
-            await asyncio.to_thread(self._off, guard)
+            await asyncio.to_thread(_off, guard)
             raise kit.errors.HostError(
                 f"volumes.guard.scope {wanted.scope}",
                 f"the kernel does not say when a number passes to a new disk ({guard.no_watch})",
@@ -122,39 +139,28 @@ class OwnDevices:
             known = await kit.child.call(
                 record.read_own, str(self._state_dir), deadline=READ_SECONDS
             )
-        text = await kit.child.call(stack.encoded, "/", known is None, deadline=READ_SECONDS)
+        if known is None and not self._writes:
+            return LastLook()
+        seconds = FIRST_SECONDS if known is None else READ_SECONDS
+        text = await kit.child.call(stack.encoded, "/", known is None, deadline=seconds)
         seen = stack.decoded(text)
         if known is None:
-            known = scope.first(seen, wanted)
+            known = await asyncio.to_thread(scope.first, seen, wanted)
             await kit.child.call(
                 record.write_own, str(self._state_dir), known, deadline=READ_SECONDS
             )
             log.info("the node's own devices were written down", devices=len(known))
         self._known = known
-        found = scope.decide(seen, wanted, known)
-        await asyncio.to_thread(self._bring, guard, seen, found)
+        # In a thread: a thousand disks and many patterns take more than a second.
+        found = await asyncio.to_thread(scope.decide, seen, wanted, known)
+        await asyncio.to_thread(guard.judge, kernel.Mode.DRY_RUN, table(seen, found))
         return LastLook(seen.devices, found)
 
-    def _bring(
-        self, guard: kernel.Kernel, seen: stack.Stack, found: Mapping[str, scope.Judgement]
-    ) -> None:
-        before = self.above
-        self.above = frozenset(
-            device.number
-            for device in seen.devices
-            if found[device.name].why is scope.Why.DRIVER
-            and device.driver not in self._wanted.drivers
-        )
-        guard.add((), self.above)
-        guard.release(before - self.above)
-        guard.judge(kernel.Mode.DRY_RUN, table(seen, found))
 
-    def _off(self, guard: kernel.Kernel) -> None:
-        """An earlier program judges nothing by a scope."""
-        before, self.above = self.above, frozenset()
-        with contextlib.suppress(kit.errors.RefusedError, KeyError):
-            guard.judge(kernel.Mode.OFF, {})
-            guard.release(before)
+def _off(guard: kernel.Kernel) -> None:
+    """An earlier program judges nothing by a scope."""
+    with contextlib.suppress(kit.errors.RefusedError, KeyError):
+        guard.judge(kernel.Mode.OFF, {})
 
 
 def _reserve(guard: kernel.Kernel) -> None:

@@ -126,8 +126,8 @@ def _tell(denial: Denial, more: int = 0) -> None:
 
 
 class Reports:
-    """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of the
-    device of that name; empty: it does not judge it."""
+    """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of a
+    device that only it judges (``InForce.whose``)."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Reports:
         ledger: store.LedgerStore,
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
-        whose: Callable[[str], str] = lambda _: "",
+        whose: Callable[[kernel.Number, str, blockdev.BlockDevice | None], str] = lambda *_: "",
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
@@ -195,7 +195,7 @@ class Reports:
         remembered = self._ledger.get(volume)
         watched = device is not None and not device.parent and self._is_watched(device)
         # Of what the scope judges: no decision follows.
-        said = "" if watched or event.denied else self._whose(name)
+        said = "" if watched or event.denied else self._whose(event.number, name, device)
         early = undecided and not said and not (remembered and remembered.type)
         attachment = device.attachment if device else None
         key = event.caller, event.denied, early, attachment

@@ -96,11 +96,14 @@ async def _apply(
     not known. Returns why devices of the scope are not judged, or nothing."""
     with contextlib.closing(override.handle(wanted)) as guard:
         new = kernel.wanted(wanted, mode, blockdev.majors())
-        found = await asyncio.to_thread(guard.read)
-        await asyncio.to_thread(guard.apply, kernel.at_least(new, found) if lost else new)
-        devices = own.OwnDevices(state_dir)
-        if mode is not kernel.Mode.OFF and wanted.scope != "ceph":
-            await devices.apply(guard, wanted, 1)
+        if lost:
+            new = kernel.at_least(new, await asyncio.to_thread(guard.read))
+        there = await asyncio.to_thread(guard.apply, new)
+        devices = own.OwnDevices(state_dir, writes=False)
+        # What an agent left judged stays: it may have seen more than this process can.
+        if there.attached and there.judges is kernel.Mode.OFF and wanted.scope != "ceph":
+            devices.apply(guard, wanted, 1)
+            await devices.look()
         return devices.seen.problem
 
 

@@ -43,7 +43,8 @@ async def main() -> None:
     guard = kernel.Kernel(kernel.find_cgroup(), WANTED.pins)
     guard.apply(kernel.wanted(WANTED, kernel.Mode.ENFORCE, {}))
     devices = own.OwnDevices(STATE)
-    await devices.apply(guard, WANTED, 1)
+    devices.apply(guard, WANTED, 1)
+    await devices.look()
     say(f"problem '{devices.seen.problem}' judges {guard.read().judges}")
     by_mapping = {each.mapping: each for each in devices.seen.devices if each.mapping}
     for mapping, device in sorted(by_mapping.items()):

@@ -72,7 +72,7 @@ async def test_a_write_to_a_device_of_no_driver_waits_for_no_look(
     manager: Any = Manager()
     ledger = store.LedgerStore(tmp_path)
     told = reports.Reports(
-        manager, ledger, is_watched=lambda _: False, whose=lambda _: whose, changed=lambda: None
+        manager, ledger, is_watched=lambda _: False, whose=lambda *_: whose, changed=lambda: None
     )
     told.denied(dataclasses.replace(EVENT, denied=False, time=time.monotonic()), None)
     (found,) = manager.denials.findings(time.time())

@@ -162,6 +162,12 @@ def test_the_reader_tells_this_machine(tmp_path: Path) -> None:
     assert stack.decoded(stack.encoded("/", True)).devices == found.devices
 
 
+def test_a_kernel_without_swap_has_none(tmp_path: Path) -> None:
+    tree = Tree(tmp_path, NODE["iscsi"], {})
+    (tmp_path / "proc/swaps").unlink()
+    assert tree.read().swaps == ()
+
+
 def test_more_devices_than_can_be_told_apart_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
