@@ -80,8 +80,7 @@ def read_own(state_dir: str) -> dict[str, str] | None:
     if isinstance(found, kit.formats.Damage):
         raise kit.errors.HostError(
             str(file), f"it cannot be used ({found.why})",
-            "restore it; or remove it while no volume is attached, restart the agent, and it is "
-            "written anew",
+            "restore it; or remove it while no volume is attached, and it is written anew",
         )  # fmt: skip
     return found
 
