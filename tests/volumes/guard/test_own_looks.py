@@ -11,9 +11,9 @@ import kit.child
 import kit.errors
 import kit.pause
 from linux import blockdev, stack
-from tests.volumes.guard.world import DEVICE
+from tests.volumes.guard.world import DEVICE, witness
 from volumes import settings
-from volumes.guard import in_force, kernel, override, own, record, scope, without_agent
+from volumes.guard import controller, in_force, kernel, override, own, record, scope, without_agent
 
 WANTED = settings.GuardSettings(drivers=("rbd",), scope="csi")
 PLAIN = settings.GuardSettings(drivers=("rbd",))
@@ -159,6 +159,15 @@ async def test_settings_without_a_scope_end_what_was_judged(tmp_path: Path) -> N
     await _until(lambda: not devices._heard.is_set())
     await devices.stop()
     assert len(guard.did) == before, "without a scope no event starts a look"
+
+
+async def test_a_scan_starts_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no event is heard, scans are all that tells of a new device."""
+    monkeypatch.setattr(blockdev.Known, "all", lambda _: [])
+    made = controller.Controller(WANTED, (), witness(), state_dir=tmp_path)
+    assert not made.in_force.own._heard.is_set()
+    await made._scan()
+    assert made.in_force.own._heard.is_set()
 
 
 @pytest.mark.parametrize(("written", "seconds"), [(False, 60.0), (True, 10.0)])
