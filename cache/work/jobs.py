@@ -244,6 +244,8 @@ class Jobs:
 
     async def limits_changed(self) -> None:
         for dataset, running in list(self._active):
+            if running.kind == "evict":  # its limits are what somebody asked for
+                continue
             limits = self._limits(dataset, running.kind, running.target)
             await running.set_limits(limits)
 

@@ -180,6 +180,24 @@ async def test_requests_and_the_dataset_itself_save_one_after_the_other(tmp_path
     assert saved is not None and saved["wanted"] is True
 
 
+@pytest.mark.parametrize(("kind", "told"), [("fill", 1), ("verify", 1), ("evict", 0)])
+async def test_settings_that_change_meanwhile_leave_an_eviction_its_own_limits(
+    kind: str, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator's 'evict --to' took nothing when the budget of the node changed just then."""
+    heard: list[protocol.Limits] = []
+
+    async def hear(_: Pass, limits: protocol.Limits) -> None:
+        heard.append(limits)
+
+    monkeypatch.setattr(Pass, "set_limits", hear)
+    shown = dataset(tmp_path, Source())
+    jobs = Jobs({"a": shown}, lambda: 0)
+    jobs._active.append((shown, Pass(shown, kind)))
+    await jobs.limits_changed()
+    assert len(heard) == told
+
+
 def two_that_fill(tmp_path: Path, *, queued: bool = True) -> tuple[Jobs, dict[str, Dataset]]:
     """``a`` with priority 0 and ``b`` with 5, whose sources answer."""
     known: dict[str, Dataset] = {}
