@@ -82,7 +82,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     yield counter("volume_look_cpu_seconds", "CPU time of all scans.", scanner.cpu_seconds)
     text = "Child processes that hang in the kernel."
     yield gauge("volume_stuck_children", text, kit.processes.hanging())
-    text = "Log lines: seen, dropped above the limit, lost before they were read."
+    text = "Log lines by source (a name of logs.sources): seen, dropped above the limit, or lost."
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
     fates = {(name, fate): counts[fate] for name, counts in lines.items() for fate in LINE_FATES}
     yield counter("volume_log_lines", text, fates, "source", "fate")

@@ -166,7 +166,7 @@ class Succession:
     @property
     def shown(self) -> frozenset[str]:
         """Ids at which jobs are to find the tree of the store."""
-        return frozenset(self._shown)
+        return frozenset() if self.dataset.removed else frozenset(self._shown)
 
     def lose(self, name: str, what: str) -> None:
         """Jobs do not find it by its id any more. It is mounted again."""
