@@ -41,7 +41,7 @@ COMPLETION_SECONDS = 1.0
 LEAST_LAST = 24  # characters of a last column: a sentence is hard to read in fewer
 LEAST_BROKEN = 12  # of a column whose words have to be broken
 _TIE = "\xa0"
-_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|min|h|d)\b|%)|(?<=B) (?=of \d)")
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|min|h|d|pods?)\b|%)|(?<=B) (?=of \d)")
 _FIGURE = re.compile(rf"[\d.,%<>/():-]*(?:{_TIE}[\w%/]+)*|of|to")
 Line = str | tuple[str | Coloured, ...]
 Lines = Callable[[Any], Iterable[Line]]
@@ -220,25 +220,36 @@ def table(
     widths = _widths(shown, columns)
     for row in shown:
         yield from _lines_of_row(row, widths)
-        if len(row) > len(widths) and row[-1]:
-            yield f"    {row[-1]}".replace(_TIE, " ")
+        for cell in row[len(widths) :]:
+            if cell not in ("", "-"):
+                yield f"    {cell}".replace(_TIE, " ")
 
 
 def _widths(rows: Sequence[Sequence[str]], columns: int | None) -> list[int]:
-    """How wide each column is; the last is left out where it has to stand below its row."""
+    """How wide each column is; what has no room beside the others stands below its row: the last
+    one before a word is broken, more where even broken words do not fit."""
     cells = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in cells]
     if columns is None or not widths:
         return widths
     least = [max(len(w) for cell in column for w in cell.split(" ")) for column in cells]
-    least[-1] = max(least[-1], min(widths[-1], LEAST_LAST))
-    if len(widths) > 1 and sum(least) + 2 * len(least) - 2 > columns:
+    # Enough for all but the head, which may fold.
+    bodies = [max(map(len, (*head.split(" "), *column))) for head, *column in cells]
+    texts = [i for i, (_, *body) in enumerate(cells) if not all(map(_has_figures_alone, body))]
+    if texts[-1:] == [len(widths) - 1]:
+        least[-1] = max(least[-1], min(widths[-1], LEAST_LAST))
+    if sum(least) + 2 * len(least) - 2 > columns:
+        widths = widths[: max(1, len(widths) - 1)]
+    broken = [min(each, LEAST_BROKEN) if i in texts else each for i, each in enumerate(least)]
+    while len(widths) > 1 and sum(broken[: len(widths)]) + 2 * len(widths) - 2 > columns:
         widths.pop()
-    room = columns - 2 * len(widths) + 2
-    texts = [i for i in range(len(widths)) if not all(map(_has_figures_alone, cells[i][1:]))]
-    # A text gives way before a figure does, and a figure before a word is broken: the longest one.
-    broken = [([LEAST_BROKEN] * len(widths), [i]) for i in sorted(texts, key=lambda i: -least[i])]
-    for narrowest, among in ((least, texts), (least, range(len(widths))), *broken):
+    room, every = columns - 2 * len(widths) + 2, range(len(widths))
+    texts = [i for i in texts if i in every]
+    # The longest words are broken first.
+    steps = [(least, texts), (bodies, every), (least, every)]
+    for narrow in (LEAST_LAST, LEAST_BROKEN):
+        steps += [([narrow] * len(least), [i]) for i in sorted(texts, key=lambda i: -least[i])]
+    for narrowest, among in steps:
         while sum(widths) > room and (can := [i for i in among if widths[i] > narrowest[i]]):
             widths[max(can, key=lambda i: widths[i])] -= 1
     return widths
