@@ -621,7 +621,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Each dataset has a last complete scrub. This is the oldest of their times."
+    text = "Unix time of a dataset's last complete scrub. Of all datasets, the earliest."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."
