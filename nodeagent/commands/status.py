@@ -192,7 +192,7 @@ def _event(event: Mapping[str, Any]) -> terminal.Line:
     when = datetime.datetime.fromtimestamp(event["at"], datetime.UTC).strftime("%m-%d %H:%M:%S")
     tone = _SEVERITIES.get(event["severity"]) if event["kind"] == "raised" else None
     kind = terminal.Coloured(f"{event['kind']:8}", tone)
-    return f"{when}  ", kind, f" {event['subject']}: {event['text']}"
+    return f"{when}  ", kind, f" {kit.findings.said(event['subject'], event['text'])}"
 
 
 # --- completion, support bundle

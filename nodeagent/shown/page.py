@@ -20,6 +20,7 @@ from html import escape
 import yaml
 
 import kit.errors
+import kit.findings
 import kit.room
 import kit.units
 from kit.findings import Finding, Severity
@@ -31,7 +32,7 @@ REFRESH_SECONDS = 10  # without script
 MOST_FINDINGS = 100
 MOST_EVENTS = 20
 LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
-LONGEST_REASON = 160  # of a component; its finding has all of it
+LONGEST_REASON = 240  # of a component; its finding has all of it
 MOST_REASONS = 3
 MOST_UNFILTERED = 12  # rows of a table without a filter
 LONGEST_UNBROKEN = 28  # characters of a name that is shown in one line, such as a version
@@ -314,7 +315,7 @@ def _events(now: overview.Overview) -> str:
 
 def _event(each: Event) -> str:
     when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
-    text = _DIGEST.sub(r"\1…", each.text.removeprefix(f"{each.subject}: "))
+    text = _DIGEST.sub(r"\1…", kit.findings.without(each.subject, each.text))
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
         f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"

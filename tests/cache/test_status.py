@@ -9,8 +9,8 @@ import pytest
 
 import kit.child
 import kit.errors
-from cache import status
-from cache.dataset.figures import Verification
+from cache import api, status
+from cache.dataset.figures import Figures, Verification
 from cache.sources import base
 from cache.store import index
 from cache.views.view import Stage
@@ -130,3 +130,21 @@ def test_an_update_says_why_its_source_is_not_reached(tmp_path: Path) -> None:
     update = status.of_dataset(shown).update
     assert update is not None
     assert update.why == "directory /s: it does not answer; mount it"
+
+
+@pytest.mark.parametrize(
+    ("state", "figures", "told", "bar"),
+    [
+        ("new", Figures(), "not listed yet", False),
+        ("filling", Figures(files=2, bytes=2048), "0 B of 2.0 KiB", True),
+        ("complete", Figures(estimated=False), "0 B of 0 B", True),  # it has no files
+    ],
+)
+def test_what_was_not_listed_is_not_called_empty(
+    tmp_path: Path, state: str, figures: Figures, told: str, bar: bool
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), state)
+    shown.stage, shown.figures = Stage.STORE, figures
+    stored = api._row(status.of_dataset(shown), ())[4]
+    assert (stored.text, stored.progress is not None) == (told, bar)
+    assert any("of 0 files" in each.text for each in stored.below) is (state == "complete")

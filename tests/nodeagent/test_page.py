@@ -16,6 +16,7 @@ import kit.room
 import kit.settings
 from nodeagent import app
 from nodeagent.api import access, own, server
+from nodeagent.commands import status
 from nodeagent.shown import overview, page
 from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
@@ -146,6 +147,19 @@ def test_a_spark_is_broken_where_nothing_is_known(agent: app.Agent) -> None:
 def test_digests_in_events_are_cut(agent: app.Agent) -> None:
     agent.state.findings.journal.note("changed", "image a", f"digest sha256:{'0' * 12}{'1' * 52}")
     assert f"digest sha256:{'0' * 12}…</p>" in page.render(overview.of(agent.state, 0.0))
+
+
+@pytest.mark.parametrize(
+    "text", ["is only partly stored", "a: is only partly stored", "a is only partly stored"]
+)
+def test_an_event_says_what_it_is_about_once(agent: app.Agent, text: str) -> None:
+    agent.state.findings.journal.note("changed", "a", text)
+    html = page.render(overview.of(agent.state, 0.0))
+    assert "<b>a</b> is only partly stored</p>" in html
+    assert kit.findings.without("a", "about it") == "about it"
+    told = {"at": 0.0, "severity": "", "kind": "changed", "subject": "a", "text": text}
+    *_, line = status._event(told)
+    assert line in (" a: is only partly stored", " a is only partly stored")
 
 
 def test_findings_are_bounded_and_the_rest_is_counted(agent: app.Agent) -> None:
