@@ -116,7 +116,7 @@ def _verdict(now: overview.Overview) -> str:
         tone = "good" if part.ready else "mid" if part.starting else "bad"
         word = "ready" if part.ready else "starting" if part.starting else "not ready"
         reasons = [overview.clipped(each, LONGEST_REASON) for each in part.reasons]
-        told = kit.errors.some(reasons, MOST_REASONS)
+        told = kit.errors.some([r for r in reasons if r not in now.headline], MOST_REASONS)
         why = f": {escape(told)}" if told and not part.ready else ""
         held = f" · {escape(part.brief)}" if part.brief else ""
         parts.append(

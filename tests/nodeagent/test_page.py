@@ -108,6 +108,14 @@ def test_every_text_is_escaped(agent: app.Agent) -> None:
     checked(html)
 
 
+def test_a_reason_that_the_headline_has_is_not_said_again(agent: app.Agent) -> None:
+    now = shown(agent, found=0)
+    assert now.components[0].reasons[0] in now.headline
+    assert page.render(now).count(f"reason {SAFE}") == 1
+    other = dataclasses.replace(now, headline="This node needs a person now.")
+    assert page.render(other).count(f"reason {SAFE}") == 1
+
+
 def test_cells_have_tone_style_and_bar(agent: app.Agent) -> None:
     html = page.render(shown(agent, section(CELLS)))
     assert f"<span class='tone bad'><code class=short>cell {SAFE}</code></span>" in html
