@@ -18,7 +18,6 @@ from kit.terminal import Shown
 # Exit codes of commands that wait, beside those of kit.errors (docs/cli.md).
 PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
-_REASON_SECONDS = 60.0  # between two lines on what is waited for
 _HELD_SECONDS = 30.0  # the agent has tried again by then
 _GIVEN_UP = ("cancelled", "evicted", "removed")
 
@@ -264,15 +263,13 @@ class _Patience:
     """Of a command that waits."""
 
     def __init__(self) -> None:
-        self._said, self._said_at = "", -math.inf
+        self._reasons = terminal.Reasons()
         self._done, self._held_since = -1, math.inf
 
     def ends(self, d: dict[str, Any]) -> bool:
         """Whether what holds it up has done so for too long. Says what that is."""
         (why, grave), now, done = _held(d), time.monotonic(), _filled(d)["bytes"]["done"]
-        if why not in ("", self._said) and now - self._said_at >= _REASON_SECONDS:
-            self._said, self._said_at = why, now
-            terminal.say(why, error=True)
+        self._reasons.tell(why)
         if done != self._done:
             self._done, self._held_since = done, math.inf
         if why and grave:

@@ -11,11 +11,13 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ class Coloured:
 
 
 COMPLETION_SECONDS = 1.0
+REASON_SECONDS = 60.0
 LEAST_LAST = 24  # characters of a last column: a sentence is hard to read in fewer
 LEAST_BROKEN = 12  # of a column whose words have to be broken
 _TIE = "\xa0"
@@ -273,6 +276,19 @@ def _tied(text: str) -> str:
     """``text`` (plain, so that it has no tie) with its units tied to their numbers: a tie is no
     place to fold at."""
     return _UNIT.sub(_TIE, text)
+
+
+class Reasons:
+    """Says what a command waits for: when that changes, once in ``REASON_SECONDS`` at most."""
+
+    def __init__(self) -> None:
+        self._said, self._at = "", -math.inf
+
+    def tell(self, why: str) -> None:
+        now = time.monotonic()
+        if why not in ("", self._said) and now - self._at >= REASON_SECONDS:
+            self._said, self._at = why, now
+            say(why, error=True)
 
 
 def asks() -> bool:

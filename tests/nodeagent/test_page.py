@@ -166,7 +166,7 @@ def test_an_event_says_what_it_is_about_once(agent: app.Agent, text: str) -> Non
     assert "<b>a</b> is only partly stored</p>" in html
     assert kit.findings.without("a", "about it") == "about it"
     told = {"at": 0.0, "severity": "", "kind": "changed", "subject": "a", "text": text}
-    *_, line = status._event(told)
+    line = status._event(told)[-1]
     assert line in (" a: is only partly stored", " a is only partly stored")
 
 
