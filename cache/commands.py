@@ -232,14 +232,16 @@ def _warm_ended(d: dict[str, Any]) -> bool:
 
 def _held(d: dict[str, Any]) -> tuple[str, bool]:
     """What keeps a fill or an update from going on, in words; whether it is worth an end."""
-    name, why = d["name"], d["why"].removeprefix(f"dataset {d['name']}: ")
-    if new := d.get("update"):
-        why, waits = new["why"].removeprefix(f"dataset {name}: "), new["why"].startswith("waits ")
-        return f"update of {name} {'' if waits else 'waits: '}{why}" if why else "", not waits
+    name, new = d["name"], d.get("update")
+    why = (new or d)["why"].removeprefix(f"dataset {name}: ")
+    if new:
+        turn = why.startswith("waits for ")  # it is somebody else's
+        return why and f"update of {name} {why if turn else f'waits: {why}'}", not turn
     unseen = d["state"] == "waiting" and not why  # its source was not asked yet
     if unseen or d["state"] not in ("waiting", "failed", "paused", "partial", *_GIVEN_UP):
         return "", False
-    return f"{name} is {d['state']}{': ' if why else ''}{why}", d["state"] != "paused"
+    said = f"{name} is {d['state']}"
+    return (f"{said}: {why}" if why else said), d["state"] != "paused"
 
 
 def _judge(d: dict[str, Any], update: str = "") -> None:
@@ -249,10 +251,8 @@ def _judge(d: dict[str, Any], update: str = "") -> None:
     if update and (new := d.get("update")):
         code = PARTIAL if new["state"] == "partial" else code
         raise NotFinishedError(code, f"{update} of {d['name']}", new["why"], f"{remedy} --failures")
-    if d["state"] == "waiting":
-        raise NotFinishedError(code, thing, why, "")
-    if d["state"] == "failed":
-        raise NotFinishedError(STOPPED, thing, why, "")
+    if d["state"] in ("waiting", "failed"):
+        raise NotFinishedError(STOPPED if d["state"] == "failed" else code, thing, why, "")
     if d["state"] == "partial":
         raise NotFinishedError(PARTIAL, thing, f"only partly stored: {d['why']}", remedy)
     if d["state"] in _GIVEN_UP:
