@@ -226,7 +226,8 @@ def _manual(root: click.Command) -> Iterator[str]:
     yield f'.TH NODEAGENT 8 "" "nodeagent {importlib.metadata.version("nodeagent")}"'
     yield ".SH NAME\nnodeagent \\- node agent for GPU clusters"
     yield ".SH DESCRIPTION"
-    for context in _contexts(click.Context(root, info_name="nodeagent")):
+    top = click.Context(root, info_name="nodeagent", **root.context_settings)  # it has -h
+    for context in _contexts(top):
         usage = context.command.collect_usage_pieces(context)
         yield f'.SS "{_roff(" ".join((context.command_path, *usage)))}"'
         yield _roff(" ".join((context.command.help or "").split()))
