@@ -8,6 +8,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
+import kit.slips
 import kube.settings
 from cache.views import closed
 
@@ -266,6 +267,8 @@ class DatasetSettings(kit.settings.Section):
     def _no_live_tree(cls, data: object) -> object:
         if isinstance(data, dict):
             freshness = data.get("freshness")
+            if "freshness" not in data and kit.slips.close("freshness", [*map(str, data)]):
+                return data  # a misspelt one is told as such
             if freshness is None:
                 raise ValueError(f"freshness is missing; {LIVE_TREE}")
             if freshness not in ("snapshot", "follow", "frozen"):

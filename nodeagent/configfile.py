@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import typing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -272,6 +272,9 @@ def _readable(
         written = node.value if isinstance(node, yaml.ScalarNode) else None
         found[path] = line, problem, written
     lines = sorted((at[0], _dotted(path), path) for path, at in found.items() if path not in below)
+    # To look for what is meant takes long; of a file of mistakes the first are told anyway.
+    meant = _meant((path, found[path][1]) for _, _, path in lines[: 2 * MOST_MISTAKES])
+    lines = [at for at in lines if at[2] not in meant or found[at[2]][1]["type"] != "missing"]
     told = []
     for line, name, path in lines[:MOST_MISTAKES]:
         _, problem, written = found[path]
@@ -290,6 +293,17 @@ def _readable(
     made = kit.errors.SettingsError(thing, all_of_them, remedy)
     made.lines = [*map(kit.redact.text, told), remedy] if len(told) > 1 else ()
     return made
+
+
+def _meant(found: "Iterable[tuple[Place, pydantic_core.ErrorDetails]]") -> "set[Place]":
+    """What the unknown keys among mistakes stand for, where that is one key."""
+    meant: set[Place] = set()
+    for path, problem in found:
+        if problem["type"] == "extra_forbidden":
+            known = _known(problem)
+            near = kit.slips.close(str(path[-1]), known) or known
+            meant |= {(*path[:-1], *near)} if len(near) == 1 else set()
+    return meant
 
 
 def _known(problem: "pydantic_core.ErrorDetails") -> list[str]:

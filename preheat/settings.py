@@ -124,8 +124,8 @@ class PreheatSettings(kube.settings.RoomSettings):
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
     pin_budget: kit.settings.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Maximum bytes of pinned images. Shared layers count once. Never more than the kubelet leaves
-    on the disk (imageGCLowThresholdPercent)."""
+    """Maximum bytes of pinned images. Shared layers count once. The agent never
+    pins more than the kubelet's imageGCLowThresholdPercent of the disk."""
     unknown_image: ClassVar[kit.settings.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""

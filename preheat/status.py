@@ -385,7 +385,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "Images that the settings no longer list and that are still pinned."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
-    text = "Unpacked layers of requested images that are not yet known to survive a power cut."
+    text = "Unpacked layers of requested images that a power cut can still damage."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
     text = "Pinned images that somebody removes again and again."
     yield gauge("preheat_gc_fights", text, len(healer.fights))

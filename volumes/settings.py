@@ -71,9 +71,9 @@ class GuardSettings(kit.settings.Section):
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may open a guarded device for writing: the first 15 bytes of their names."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is not an option or
-    the value of an option. If any argument is a destructive command (cryptsetup luksFormat), the
-    program needs a lease."""
+    """Allowed commands: 'PROGRAM COMMAND'. The guard skips options and their values; the next
+    argument is COMMAND. A program with a destructive command among its arguments (cryptsetup
+    luksFormat) needs a lease."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
     """How long a lease lasts. Use more than 122 s, the kubelet's longest retry interval, and more
     than one mkfs takes. After an unused lease, the next attempt gets a new one."""
