@@ -47,10 +47,11 @@ def locate(given: Path | None) -> Path:
     return given or Path(os.environ.get(ENVIRONMENT) or DEFAULT_PATH)
 
 
-def load(path: Path) -> "Settings":
-    """The settings in ``path``. SettingsError names the file, the line, the cause and a remedy."""
+def load(path: Path, data: bytes | None = None) -> "Settings":
+    """The settings in ``path``, or in ``data``, which ``look`` gave of it. SettingsError names the
+    file, the line, the cause and a remedy."""
     try:
-        text = read(path).decode("utf-8")
+        text = (read(path) if data is None else data).decode("utf-8")
     except FileNotFoundError as error:
         raise kit.errors.SettingsError(
             str(path),
@@ -76,9 +77,9 @@ def read(path: Path) -> bytes:
     return kit.files.read_small(path, LARGEST_FILE)
 
 
-async def changes(path: Path, last: bytes | None) -> AsyncIterator[None]:
-    """One item whenever the bytes of ``path`` differ from those at the last item, or it is gone.
-    ``last``: what ``look`` gave when it was loaded.
+async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]:
+    """The bytes of ``path`` whenever they differ from those at the last item; None: it is gone.
+    ``last``: those that were loaded.
 
     The file is small, so it is read again and again: kubelet swaps a link beside it, an editor
     replaces it, a network file system tells nobody.
@@ -90,7 +91,7 @@ async def changes(path: Path, last: bytes | None) -> AsyncIterator[None]:
             await asyncio.sleep(SETTLE_SECONDS)
             if await asyncio.to_thread(look, path) == now:
                 last = now
-                yield
+                yield now
 
 
 def look(path: Path) -> bytes | None:
@@ -101,25 +102,34 @@ def look(path: Path) -> bytes | None:
         return None
 
 
-def load_or_last(path: Path, last_good: Path | None) -> "tuple[Settings, str]":
-    """The settings in ``path`` and an empty text. When they cannot be used: those in ``last_good``,
-    and why. SettingsError when neither can be used."""
+@dataclass(frozen=True)
+class Loaded:
+    """``data``: what was in the file. ``problem``: why these settings are not its own, or ""."""
+
+    settings: "Settings"
+    data: bytes | None = None
+    problem: str = ""
+
+
+def load_or_last(path: Path, last_good: Path | None) -> Loaded:
+    """The settings in ``path``; when they cannot be used, those in ``last_good``. SettingsError
+    when neither can be used."""
+    data = look(path)  # once: another file may take its place while this one is parsed
     try:
-        settings = load(path)
+        return Loaded(load(path, data), data)
     except kit.errors.SettingsError as error:
         if last_good is None:
             raise
         try:
-            return load(last_good), str(error)
+            return Loaded(load(last_good), data, str(error))
         except kit.errors.SettingsError:
             raise error from None
-    return settings, ""
 
 
-def keep(path: str, last_good: str) -> str:
-    """Copy settings that were found good. Returns why no copy could be made, or nothing."""
+def keep(last_good: str, text: str) -> str:
+    """Keep the text of settings that were found good. Returns why it could not, or nothing."""
     try:
-        data, copy = read(Path(path)), Path(last_good)
+        data, copy = text.encode(), Path(last_good)
         if not copy.exists() or copy.read_bytes() != data:
             copy.parent.mkdir(parents=True, exist_ok=True)
             kit.files.save(copy, data)
