@@ -42,17 +42,17 @@ def publish(target: str, view: str, layout: str, record: str) -> bool:
         )  # fmt: skip
     if mountinfo.at(target, own):
         return False
-    with _in_place(target) as place:
+    with _in_place(target) as name:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(place, 0o750)
-        if os.path.islink(place):
+            os.mkdir(name, 0o750)
+        if os.path.islink(name):
             raise volumes.linked(target)
     for _ in range(MOST_TRIES):
         _attach(target, view, VolumeLayout(layout), record)
         if layout == VolumeLayout.DIRECT or _same(view, f"{target}/{VIEW}"):
             return True
-        with _in_place(target) as place:
-            _detach(place)  # the view was swapped between the copy and its attachment
+        with _in_place(target) as name:
+            _detach(name)  # the view was swapped between the copy and its attachment
     raise kit.errors.RefusedError(f"view {view}", "it changes all the time", "it is tried again")
 
 
@@ -80,8 +80,8 @@ def _attach(
         mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
         if not os.path.exists(record):
             raise kit.errors.RefusedError(f"volume {target}", "it was unpublished meanwhile", "")
-        with _in_place(target) as place:
-            put(tree, place)
+        with _in_place(target) as name:
+            put(tree, name)
 
 
 @contextlib.contextmanager
@@ -128,11 +128,9 @@ def _detach(target: str) -> None:
 def unpublish(target: str) -> None:
     """Unmount what is at ``target`` and delete the directory, if they are there. OSError."""
     # A link is no mount point, and the kubelet's to remove.
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError), _in_place(target) as place,
-    ):  # fmt: skip
-        _detach(place)
-        os.rmdir(place)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _in_place(target) as name:
+        _detach(name)
+        os.rmdir(name)
 
 
 def size(path: str) -> tuple[int, int]:
