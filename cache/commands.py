@@ -20,6 +20,7 @@ PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
 _HELD_SECONDS = 30.0  # the agent has tried again by then
 _GIVEN_UP = ("cancelled", "evicted", "removed")
+_MOVING = ("queued", "scanning", "filling", "verifying")
 
 _name = click.argument("name", **terminal.completing("/v1/datasets", "datasets", "name"))
 
@@ -233,10 +234,13 @@ def _warm_ended(d: dict[str, Any]) -> bool:
 def _held(d: dict[str, Any]) -> tuple[str, bool]:
     """What keeps a fill or an update from going on, in words; whether it is worth an end."""
     name, new = d["name"], d.get("update")
+    if d["state"] in _MOVING:
+        return "", False
     why = (new or d)["why"].removeprefix(f"dataset {name}: ")
     if new:
         turn = why.startswith("waits for ")  # it is somebody else's
-        return why and f"update of {name} {why if turn else f'waits: {why}'}", not turn
+        said = f"update of {name} {why if turn else f'waits: {why}'}"
+        return (said, not turn) if why else ("", False)
     unseen = d["state"] == "waiting" and not why  # its source was not asked yet
     if unseen or d["state"] not in ("waiting", "failed", "paused", "partial", *_GIVEN_UP):
         return "", False
@@ -248,9 +252,12 @@ def _judge(d: dict[str, Any], update: str = "") -> None:
     """NotFinishedError says how it ended, if not well. ``update``: the word of one, or nothing."""
     thing, remedy = f"dataset {d['name']}", f"see 'nodeagent dataset show {d['name']}'"
     why, code = d["why"].removeprefix(f"{thing}: "), kit.errors.SourceError.exit_code
-    if update and (new := d.get("update")):
+    ends = ("complete", "waiting", "failed", "partial", *_GIVEN_UP)
+    # Where nothing else can be said, a fill waits for the update.
+    if (new := d.get("update")) and (update or d["state"] not in ends):
         code = PARTIAL if new["state"] == "partial" else code
-        raise NotFinishedError(code, f"{update} of {d['name']}", new["why"], f"{remedy} --failures")
+        remedy = f"see 'nodeagent dataset show {d['name']} --failures'"
+        raise NotFinishedError(code, f"{update or 'update'} of {d['name']}", new["why"], remedy)
     if d["state"] in ("waiting", "failed"):
         raise NotFinishedError(STOPPED if d["state"] == "failed" else code, thing, why, "")
     if d["state"] == "partial":
@@ -270,11 +277,11 @@ class _Patience:
         """Whether what holds it up has done so for too long. Says what that is."""
         (why, grave), now, done = _held(d), time.monotonic(), _filled(d)["bytes"]["done"]
         self._reasons.tell(why)
-        if done != self._done:
+        if done != self._done or not grave:
             self._done, self._held_since = done, math.inf
-        if why and grave:
+        if grave:
             self._held_since = min(self._held_since, now)
-        return bool(why) and grave and now - self._held_since >= _HELD_SECONDS
+        return grave and now - self._held_since >= _HELD_SECONDS
 
 
 async def _follow(

@@ -196,12 +196,14 @@ def _update(shown: Dataset) -> ShownUpdate | None:
         return None if wanted is None else ShownUpdate(wanted, why=lost)
     figures = next_one.figures
     waits = shown.waits_for() if next_one.queued else ""
-    lost = lost if next_one.reached is None else ""
+    why = lost if next_one.reached is None and lost else next_one.record.why
+    if next_one.queued:  # the record has why its last fill ended
+        why = f"waits for {waits}" if waits else ""
     return ShownUpdate(
         generation=next_one.id,
         snapshot=next_one.record.snapshot,
         state=next_one.record.state,
-        why=f"waits for {waits}" if waits else lost or next_one.record.why,
+        why=why,
         files=ShownStored(figures.files, figures.done_files),
         bytes=ShownStored(figures.bytes, figures.done_bytes),
     )

@@ -120,6 +120,10 @@ STUCK: tuple[tuple[str, dict[str, Any], str, int], ...] = (
     ("update", {"state": "partial", "why": "no room"}, "a is partial: no room", 10),
     ("rescan", {"update": UPDATE | {"why": HANGS}}, "update of a waits: no monitor answers", 5),
     ("rescan", {"state": "cancelled"}, "a is cancelled", 11),
+    ("warm", {"state": "cold", "update": UPDATE | {"why": HANGS}},
+     "update of a waits: no monitor answers", 5),
+    ("warm", {"state": "cold", "update": UPDATE | {"why": "no room", "state": "partial"}},
+     "update of a waits: no room", 10),
 )  # fmt: skip
 
 
@@ -161,6 +165,28 @@ def test_what_is_waited_for_is_said_when_it_changes_and_once_a_minute_at_most(
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("a is")]
     assert said[0] == "a is failed: try 0"
     assert 2 < len(said) < 30
+
+
+HELD = dataset(state="waiting", why=HANGS)
+SCANS = dataset(state="scanning")
+WAITS_ON: dict[str, list[dict[str, Any]]] = {
+    "a failure of a moment, long after another": [
+        HELD, *[SCANS] * 20, dataset(state="failed", why="EIO"), SCANS,
+    ],
+    "it is verified, whatever its update waits for": [
+        dataset(state="verifying", update=UPDATE | {"why": HANGS})
+    ] * 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", WAITS_ON.values(), ids=WAITS_ON)
+def test_what_goes_on_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, stream: list[dict[str, Any]]
+) -> None:
+    pass_quickly(monkeypatch)
+    fake.answers["warm"] = stream[0]
+    fake.stream = [*stream, dataset()]
+    assert run(monkeypatch, "dataset", "warm", "a", "--wait") == 0
 
 
 def test_who_waits_for_its_turn_waits_on(
