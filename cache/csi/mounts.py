@@ -90,7 +90,10 @@ def _in_place(target: str) -> Iterator[str]:
     write to a pod's folder. OSError, ELOOP for a link that was put there meanwhile."""
     folder = syscalls.open_without_links(os.path.dirname(target), os.O_PATH | os.O_DIRECTORY)
     with kit.files.closing(folder):
-        yield f"/proc/self/fd/{folder}/{os.path.basename(target)}"
+        try:
+            yield f"/proc/self/fd/{folder}/{os.path.basename(target)}"
+        except OSError as error:  # an Event of the pod has its text
+            raise OSError(error.errno, error.strerror, target) from error
 
 
 def _refuse_closed(folder: str) -> None:
