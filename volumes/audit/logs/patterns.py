@@ -20,6 +20,7 @@ import kit.errors
 import kit.files
 import kit.settings
 import kit.slips
+from linux import kmsg
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs.matcher import Expression, Hit
 from volumes.audit.types import KERNEL, LogHit, Severity
@@ -51,17 +52,20 @@ class Pattern(kit.settings.Section):
     source: Literal["kernel", "userspace"]
     anchor: str = Field(min_length=3)
     regex: str = Field(max_length=_LONGEST_REGEX)
+    printed_by: str = ""
     severity: Severity
     meaning: str
     advice: str
     at_least: tuple[Times, Within] = (1, 3600.0)
     hint: Literal["", "unmap-failed", "busy"] = ""
+    lasts: bool = False
     examples: tuple[str, ...] = ()
     near_misses: tuple[str, ...] = ()
 
     @field_validator("regex")
     @classmethod
     def _compiles(cls, value: str) -> str:
+        value = kmsg.IO_ERRORS.get(value, value)
         try:
             re.compile(value)
         except re.error as error:
