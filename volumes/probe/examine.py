@@ -27,7 +27,7 @@ from linux import blkid, blockdev
 _BLKGETSIZE64 = 0x80081272
 _BLKGETDISKSEQ = 0x80081280
 _CHUNK = 2**20
-_READERS = 8  # a network device answers many small reads at once
+_READERS = 32  # a network device answers many small reads at once
 K, M, G, T = 2**10, 2**20, 2**30, 2**40
 PAGE = 4 * K
 SAMPLES = 256
