@@ -160,14 +160,17 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
         os.close(buffered)
     if result == blkid.AMBIVALENT:
         return Verdict(Kind.AMBIVALENT)
-    if result == blkid.FOUND and values:
-        return _recognised(values)
+    recognised = _recognised(values) if result == blkid.FOUND and values else None
+    if recognised is not None and not below:
+        return recognised
     start, lower = 0, descriptor
     if below:
         lower = os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         start = blkid.luks_data_offset(lower) if below else 0
         reads = _Reads(lower)
+        if recognised is not None and not _is_noise(lower, start, values):
+            return recognised
         for places in (marks(size), samples(size, seed)):
             if reads.failed is None and reads.content is None:
                 reads.run([(start + at, length) for at, length in places])
@@ -184,6 +187,17 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
     else:
         found = Verdict(Kind.BLANK_VERIFIED, start=start)
     return replace(found, bytes_read=reads.total, content_at=reads.content)
+
+
+def _is_noise(lower: int, start: int, values: Mapping[str, str]) -> bool:
+    """Whether the mark that libblkid found in a LUKS mapping was never written: there are zeros
+    below it. What was never written reads as noise, and two bytes of it are soon a magic."""
+    at = values.get("SBMAGIC_OFFSET") or values.get("PTMAGIC_OFFSET")
+    if at is None:
+        return False
+    there = _Reads(lower)
+    there.run([(start + int(at) // PAGE * PAGE, PAGE)])
+    return there.failed is None and there.content is None
 
 
 def _recognised(values: Mapping[str, str]) -> Verdict:
@@ -260,18 +274,30 @@ class _Reads:
 # RAID labels.
 
 
+# Where a first partition and LVM's first volume begin, and the data behind a LUKS2 header.
+_STARTS = (M, 16 * M)
+
+
 def marks(size: int) -> list[tuple[int, int]]:
     """(offset, length) of every fixed mark, in bytes, multiples of 4 KiB inside the device.
 
     The front holds the primary marks of all file systems, LVM, LUKS (second header up to 4 MiB),
     md 1.1 and 1.2, ZFS labels 0 and 1 and partition tables; the end those of GPT's backup, md 0.90
-    and 1.0, DDF and IMSM, ZFS labels 2 and 3, NILFS2, NTFS, HFS+ and bcachefs.
+    and 1.0, DDF and IMSM, ZFS labels 2 and 3, NILFS2, NTFS, HFS+ and bcachefs. Copies of ext and
+    XFS lie all over the device, also where they begin in a partition, in LVM or behind LUKS2.
     """
     wanted = [(0, 4 * M + 64 * K), (size - 2 * M, 2 * M)]
     wanted += [(at, 64 * K) for at in (64 * M, 256 * G, 1024 * T)]  # btrfs mirrors
     wanted += [(at * G, 64 * K) for at in (1, 10, 100, 1000)]  # copies of BlueStore's label
     wanted += [(at, PAGE) for at in _ext_backups(size)]
-    wanted += [(at, PAGE) for at in _xfs_groups(size)]
+    wanted += [(at, PAGE) for at in _xfs_groups(size, (*range(2, 9), 16, 32))]
+    for start in _STARTS:
+        rest = size - start
+        wanted += [(start + at, PAGE) for at in _ext_backups(rest)]
+        # to the end of the device, to that of a GPT, or whole extents of LVM
+        for inner in {rest, rest - M, rest // (4 * M) * (4 * M)}:
+            groups = _xfs_groups(inner, (2, 4, 8, 16, 32), most=2)
+            wanted += [(start + at, PAGE) for at in groups]
     return _inside(wanted, size)
 
 
@@ -297,16 +323,16 @@ def _ext_backups(size: int) -> list[int]:
     return found
 
 
-def _xfs_groups(size: int) -> list[int]:
-    """Superblock copies at the head of XFS allocation groups, for the group counts and stripe
-    alignments that mkfs.xfs chooses by itself."""
+def _xfs_groups(size: int, counts: tuple[int, ...], most: int = 64) -> list[int]:
+    """Superblock copies at the head of XFS allocation groups, for the group ``counts`` and stripe
+    alignments that mkfs.xfs chooses by itself; of each layout the first ``most``."""
     found = []
     for unit in (PAGE, 64 * K, M, 4 * M):
-        for count in (*range(2, 9), 16, 32):
+        for count in counts:
             for group in (-(-size // (count * unit)) * unit, size // (count * unit) * unit):
-                found += [group * number for number in range(1, count)]
+                found += [group * number for number in range(1, min(count, most + 1))]
     for group in (T, T - PAGE):
-        found += [group * number for number in range(1, 65)]
+        found += [group * number for number in range(1, most + 1)]
     return found
 
 
