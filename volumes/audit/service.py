@@ -214,7 +214,9 @@ class Audit:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
         found = [hit for hit in found if self._concerns(hit.groups.get("device", ""))]
-        self._hits = patterns.note(self._hits, found, self._patterns, time.time(), hold)
+        self._hits = patterns.note(
+            self._hits, found, self._patterns, time.time(), hold, self.inventory
+        )
 
     async def _loop(self) -> None:
         while True:

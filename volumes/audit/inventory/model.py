@@ -93,6 +93,16 @@ class User:
 
 
 @dataclass(frozen=True)
+class FsErrors:
+    """The errors that a live ext4 has counted; fsck sets the count back. ``last``: Unix time.
+    ``stops``: at the first one it stops writing (errors=remount-ro)."""
+
+    count: int
+    last: float
+    stops: bool
+
+
+@dataclass(frozen=True)
 class Publish:
     """A staged volume given to a pod."""
 
@@ -132,6 +142,7 @@ class Inventory:
     # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes, and
     # where kubelet has a record of it as one.
     raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fs_errors: Mapping[str, FsErrors] = field(default_factory=dict)  # by device or layer
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
@@ -155,6 +166,12 @@ class Inventory:
         """Every watched device by its number and those of its layers."""
         layers = {number: device for device in self.devices for number in device.numbers}
         return layers | {device.number: device for device in self.devices}
+
+    @functools.cached_property
+    def with_file_system(self) -> frozenset[str]:
+        """Names of the watched devices and layers on which a file system is live."""
+        layers = {layer.name for d in self.devices for layer in d.layers if layer.active}
+        return frozenset(layers | {device.name for device in self.devices if device.active})
 
     @functools.cached_property
     def _by_name(self) -> dict[str, blockdev.BlockDevice]:

@@ -1,6 +1,7 @@
 """Which lines of the logs matter: the pattern file, and the recent hits of its patterns.
 
-Hits are counted, joined to devices, and forgotten after ``hold``. Invariant: of each log at most
+Hits are counted, joined to devices, and forgotten after ``hold``; what the kernel says once of a
+mounted file system (``lasts``) is kept until that is unmounted. Invariant: of each log at most
 ``quota`` different hits are kept: the graver ones, then those that came first, so that a flood does
 not change them all the time. A log that has more is flooding. No log's hits cost another's.
 """
@@ -145,6 +146,8 @@ class PatternHits:
     times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     # Source -> when it last had more different hits than are kept.
     flooding: Mapping[str, float] = field(default_factory=dict)
+    # Of patterns that last: their device was seen without a file system since the line came.
+    over: frozenset[Key] = frozenset()
 
 
 def quota(source: str) -> int:
@@ -158,9 +161,22 @@ def note(
     patterns: Mapping[str, Pattern],
     now: float,
     hold: float,
+    inventory: Inventory | None = None,
 ) -> PatternHits:
     """``hits`` with what the log child found, and without what is older than ``hold``."""
-    recent = {key: hit for key, hit in hits.recent.items() if now - hit.last < hold}
+    lasting = {pattern.id for pattern in patterns.values() if pattern.lasts}
+    over = hits.over | {
+        key
+        for key, hit in hits.recent.items()
+        if inventory is not None
+        and inventory.taken > hit.last
+        and hit.device not in inventory.with_file_system
+    }
+    recent = {
+        key: hit
+        for key, hit in hits.recent.items()
+        if now - hit.last < hold or (hit.pattern in lasting and key not in over)
+    }
     times = {
         key: tuple((t, n) for t, n in seen if now - t < patterns[key[0]].at_least[1])
         for key, seen in hits.times.items()
@@ -191,6 +207,7 @@ def note(
             hint=pattern.hint,
         )
         times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
+        over -= {key}
     flooding = {source: at for source, at in hits.flooding.items() if now - at < hold}
     for source in {hit.source for hit in recent.values()}:
         keys = [key for key, hit in recent.items() if hit.source == source]
@@ -199,7 +216,7 @@ def note(
             del recent[key]
             flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
-    return PatternHits(recent, times, flooding)
+    return PatternHits(recent, times, flooding, over & recent.keys())
 
 
 def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:

@@ -1,6 +1,6 @@
 """What the logs said recently: frequency, forgetting, joining to devices. Pure."""
 
-from tests.volumes.audit.world import place, scene, volume
+from tests.volumes.audit.world import device, place, scene, volume
 from volumes.audit.inventory.model import Publish
 from volumes.audit.logs import matcher, patterns
 from volumes.audit.types import Severity
@@ -93,3 +93,55 @@ def test_join_finds_the_device_by_volume_path_pod_or_image() -> None:
     )
     joined = patterns.join(patterns.frequent(state, by_id()), inventory)
     assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
+
+
+ALIVE = device(active=("xfs",))
+
+
+def later(state: patterns.PatternHits, now: float, *, mounted: bool) -> patterns.PatternHits:
+    """A look at ``now`` that saw the device's file system, or none."""
+    devices = (ALIVE,) if mounted else (device(),)
+    return patterns.note(
+        state, [], by_id(), now, 900.0, scene(devices=devices, taken=now).inventory
+    )
+
+
+def test_what_the_kernel_says_once_lasts_until_the_device_is_unmounted() -> None:
+    """A file system that has stopped says nothing more (ceph-csi#4712, #5439)."""
+    state = patterns.note(
+        patterns.PatternHits(), [raw("xfs-shutdown", device="rbd0")], by_id(), 100.0, 900.0
+    )
+    for now in (800.0, 2000.0, 90_000.0):
+        state = later(state, now, mounted=True)
+        assert [hit.pattern for hit in patterns.frequent(state, by_id())] == ["xfs-shutdown"]
+    state = later(state, 90_100.0, mounted=False)
+    state = later(state, 90_200.0, mounted=True)  # somebody mounted it anew
+    assert patterns.frequent(state, by_id()) == ()
+
+
+def test_it_is_remembered_as_long_as_others_after_an_unmount() -> None:
+    state = patterns.note(
+        patterns.PatternHits(), [raw("xfs-shutdown", device="rbd0")], by_id(), 100.0, 900.0
+    )
+    state = later(later(state, 200.0, mounted=False), 300.0, mounted=True)
+    assert patterns.frequent(state, by_id())
+    assert not patterns.frequent(later(state, 1001.0, mounted=True), by_id())
+    # A line after the new mount is about that.
+    again = [raw("xfs-shutdown", device="rbd0")]
+    state = patterns.note(state, again, by_id(), 400.0, 900.0)
+    assert patterns.frequent(later(state, 5000.0, mounted=True), by_id())
+
+
+def test_an_earlier_look_says_nothing_of_a_later_line() -> None:
+    before = scene(devices=(device(),), taken=50.0).inventory  # not mounted yet
+    state = patterns.note(
+        patterns.PatternHits(), [raw("xfs-shutdown", device="rbd0")], by_id(), 100.0, 900.0, before
+    )
+    assert patterns.frequent(later(state, 5000.0, mounted=True), by_id())
+
+
+def test_other_lines_end_as_before() -> None:
+    state = patterns.note(
+        patterns.PatternHits(), [raw("block-io-error", device="rbd0")], by_id(), 100.0, 900.0
+    )
+    assert not patterns.frequent(later(state, 1001.0, mounted=True), by_id())
