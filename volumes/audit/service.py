@@ -256,6 +256,8 @@ class Audit:
             self.wake()
         look = self._look()
         if look is not None:
+            if await self.repairer.ask_attached(look.inventory):
+                self.wake()
             again = await self.repairer.work(look, self._look_afresh)
             if again is not None:
                 asyncio.get_running_loop().call_later(again, self.wake)
@@ -361,6 +363,7 @@ class Audit:
                 if self._concerns(hit.device)  # the setting may be newer than the line
             ),
             former=self._mounted_before(),
+            detached=self.repairer.detached,
         )
 
     def _mounted_before(self) -> dict[str, frozenset[str]]:

@@ -227,13 +227,20 @@ class Witness:
         """What the cluster says that claims the device's volume for this node; empty: nothing, or
         the volume is not one that kubelet staged while this agent ran. AgentError: not known."""
         claim = self._claims.get(device.lowest.volume)
-        if not self.is_configured or claim is None:
-            return ""
+        name = await self._attachment(claim) if self.is_configured and claim is not None else ""
+        return f"the cluster has {name} attached to this node" if name else ""
+
+    async def is_attached(self, driver: str, handle: str) -> bool:
+        """Whether the cluster has a volume attached to this node. AgentError: not known."""
+        if not self.is_configured:
+            raise KubeError("VolumeAttachment", "no cluster is configured")
+        return bool(await self._attachment(VolumeClaim(driver, handle)))
+
+    async def _attachment(self, claim: VolumeClaim) -> str:
         try:
-            name = await self._attached(claim, keep=0)
+            return await self._attached(claim, keep=0)
         except TooOftenError:
             raise KubeError("VolumeAttachment", "asked too often in this minute") from None
-        return f"the cluster has {name} attached to this node" if name else ""
 
     async def taint(self, wanted: bool) -> None:
         """Put the taint of a repair on this node, or take it away. KubeError."""

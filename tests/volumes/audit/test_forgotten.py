@@ -1,0 +1,65 @@
+"""What the cluster says of volumes that kubelet seems to have forgotten. No real cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.volumes.audit.world import INVENTORY, Cluster, audit, place, scene, volume
+from volumes.audit import repairer
+from volumes.audit.inventory.model import Inventory, Publish
+from volumes.settings import AuditSettings
+
+STAGING = "/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
+POD = Publish("u1", "/pods/u1/mount", "pvc-1", mounted=True, read_only=False)
+
+
+def node(*publishes: Publish) -> Inventory:
+    staged = volume(staging=STAGING, mounts=(STAGING,), publishes=publishes)
+    made = scene(volumes=(staged,), host=(place(STAGING),)).inventory
+    assert made is not None
+    return made
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[repairer.Repairer, Cluster]:
+    monkeypatch.setattr(repairer, "ASK_SECONDS", 0.0)
+    cluster = Cluster()
+    return audit(AuditSettings(), tmp_path, cluster=cluster).repairer, cluster
+
+
+async def test_an_attachment_that_was_there_and_is_gone(
+    asked: tuple[repairer.Repairer, Cluster],
+) -> None:
+    repair, cluster = asked
+    cluster.claim = "pvc-1"
+    assert not await repair.ask_attached(node()) and repair.detached == frozenset()
+    cluster.claim = ""
+    assert await repair.ask_attached(node()) and repair.detached == {"h1"}
+    cluster.silent = True  # who does not answer takes nothing back
+    assert not await repair.ask_attached(node()) and repair.detached == {"h1"}
+    assert await repair.ask_attached(node(POD)) and repair.detached == frozenset()
+
+
+async def test_one_that_nobody_saw_is_not_gone(asked: tuple[repairer.Repairer, Cluster]) -> None:
+    """The cluster attaches nothing for some drivers (attachRequired: false)."""
+    repair, _ = asked
+    assert not await repair.ask_attached(node()) and repair.detached == frozenset()
+
+
+async def test_the_cluster_is_not_asked_about_what_kubelet_works_with(
+    asked: tuple[repairer.Repairer, Cluster],
+) -> None:
+    repair, cluster = asked
+    await repair.ask_attached(node(POD))
+    await repair.ask_attached(INVENTORY)
+    assert cluster.asked == 0
+
+
+async def test_it_is_not_asked_about_one_that_kubelet_is_about_to_unstage(
+    asked: tuple[repairer.Repairer, Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repair, cluster = asked
+    monkeypatch.setattr(repairer, "ASK_SECONDS", 60.0)
+    for _ in range(10):
+        await repair.ask_attached(node())
+    assert cluster.asked == 0
