@@ -213,7 +213,10 @@ class Audit:
     def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
-        found = [hit for hit in found if self._concerns(hit.groups.get("device", ""))]
+        about = [(hit, hit.groups.get("device", "")) for hit in found]
+        found = [
+            h for h, name in about if self._concerns(name) or name.startswith(patterns.MAPPING)
+        ]
         self._hits = patterns.note(
             self._hits, found, self._patterns, time.time(), hold, self.inventory
         )
@@ -358,7 +361,9 @@ class Audit:
             logs=tuple(
                 hit
                 for hit in patterns.join(
-                    patterns.frequent(self._hits, self._patterns), self.inventory
+                    patterns.frequent(self._hits, self._patterns),
+                    self.inventory,
+                    self.wanted.guard.drivers,
                 )
                 if self._concerns(hit.device)  # the setting may be newer than the line
             ),

@@ -32,6 +32,7 @@ _MOST_OF_KERNEL = 200
 _MOST_OF_A_LOG = 25  # with all 32 sources of the settings no more than the reporter takes
 _MOST_TIMES = 1000  # of one hit
 _WEIGHT = {severity: weight for weight, severity in enumerate(Severity)}
+MAPPING = "dm-"  # with what the kernel's name of a mapping begins
 _KEY = ("device", "image", "pod", "volume", "path")
 
 Key = tuple[str, ...]
@@ -232,14 +233,22 @@ def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit
     return tuple(found)
 
 
-def join(hits: Iterable[LogHit], inventory: Inventory | None) -> tuple[LogHit, ...]:
-    """Fill in the device of hits that name only a path, a volume or an image."""
-    if inventory is None:
-        return tuple(hits)
-    return tuple(
-        dataclasses.replace(hit, device=_device(hit, inventory)) if not hit.device else hit
-        for hit in hits
-    )
+def join(
+    hits: Iterable[LogHit], inventory: Inventory | None, drivers: Sequence[str]
+) -> tuple[LogHit, ...]:
+    """Fill in the device of hits that name only a path, a volume, an image, or what lies on the
+    device (a mapping, a partition). Without what names a mapping of others."""
+    devices = inventory.devices if inventory is not None else ()
+    owners = {layer.name: device.name for device in devices for layer in device.layers}
+    found = []
+    for hit in hits:
+        owner = owners.get(hit.device, hit.device)
+        if owner.startswith(MAPPING) and "device-mapper" not in drivers:
+            continue
+        if not owner and inventory is not None:
+            owner = _device(hit, inventory)
+        found.append(dataclasses.replace(hit, device=owner))
+    return tuple(found)
 
 
 def _device(hit: LogHit, inventory: Inventory) -> str:

@@ -286,18 +286,18 @@ def staged_unused(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         device = inventory.device(volume.device)
         label = device.label if device else volume.device
         gone = volume.handle in scene.detached
+        at = ", ".join(volume.mounts[:4])
         yield Trouble(
             subject=volume.device,
             key=volume.staging,
             device=volume.device,
             severity=Severity.CRITICAL if gone else None,
             patience=0.0 if gone else None,
-            message=f"{label} is mounted at {volume.staging}, but no pod of this node has it"
+            message=f"{label} is mounted at {at}, but no pod of this node has it"
             + (", and its VolumeAttachment is gone: another node may write to it" if gone else ""),
             advice="a kubelet that was restarted may have forgotten it, and then never unmounts "
-            "it. Make sure that no pod on this node starts with it; then unmount "
-            f"{volume.staging} and unmap {volume.device} without force. Until then start no pod "
-            "with it on another node",
+            f"it. Make sure that no pod on this node starts with it; then unmount {at} and unmap "
+            f"{volume.device} without force. Until then start no pod with it on another node",
             evidence={
                 "staging": volume.staging,
                 "volume": volume.handle,

@@ -1,5 +1,6 @@
 """What the logs said recently: frequency, forgetting, joining to devices. Pure."""
 
+from linux.blockdev import DeviceLayer
 from tests.volumes.audit.world import device, place, scene, volume
 from volumes.audit.inventory.model import Publish
 from volumes.audit.logs import matcher, patterns
@@ -91,7 +92,7 @@ def test_join_finds_the_device_by_volume_path_pod_or_image() -> None:
         100.0,
         900.0,
     )
-    joined = patterns.join(patterns.frequent(state, by_id()), inventory)
+    joined = patterns.join(patterns.frequent(state, by_id()), inventory, ("rbd",))
     assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
 
 
@@ -145,3 +146,16 @@ def test_other_lines_end_as_before() -> None:
         patterns.PatternHits(), [raw("block-io-error", device="rbd0")], by_id(), 100.0, 900.0
     )
     assert not patterns.frequent(later(state, 1001.0, mounted=True), by_id())
+
+
+def test_lines_about_a_mapping_are_about_the_volume_below_it() -> None:
+    """Of an encrypted volume the kernel names the mapping; of others' mappings nothing is said."""
+    encrypted = device(layers=(DeviceLayer("dm-3", (253, 3), ("ext4",)),))
+    inventory = scene(devices=(encrypted,)).inventory
+    found = [raw("ext4-error", device=name) for name in ("dm-3", "dm-4", "rbd0")]
+    state = patterns.note(patterns.PatternHits(), found, by_id(), 100.0, 900.0)
+    hits = patterns.frequent(state, by_id())
+    joined = patterns.join(hits, inventory, ("rbd",))
+    assert [hit.device for hit in joined] == ["rbd0", "rbd0"]
+    assert len(patterns.join(hits, inventory, ("rbd", "device-mapper"))) == 3
+    assert [hit.device for hit in patterns.join(hits, None, ("rbd",))] == ["rbd0"]

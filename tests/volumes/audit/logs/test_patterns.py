@@ -10,7 +10,7 @@ import pytest
 import kit.errors
 from volumes.audit.logs import follower, matcher, patterns
 from volumes.guard import lease
-from volumes.settings import LogSource
+from volumes.settings import LogSettings, LogSource
 
 PATTERNS = patterns.built_in()
 DEVICES = follower.device_names(("rbd", "nbd"))
@@ -425,3 +425,10 @@ def test_log_source_needs_one_valid_origin() -> None:
         LogSource(name="x", files="/var/*/pods/a/b.log")
     with pytest.raises(ValueError, match="either"):
         LogSource(name="x")
+
+
+def test_lines_about_mappings_are_read_whatever_is_watched() -> None:
+    """An encrypted volume's file system lies on one."""
+    made = follower.configuration(LogSettings(), PATTERNS, ("rbd",))
+    assert re.fullmatch(made.devices, "dm-3") and re.fullmatch(made.devices, "rbd0")
+    assert not re.fullmatch(made.devices, "sda1")
