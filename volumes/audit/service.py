@@ -217,9 +217,8 @@ class Audit:
         found = [
             h for h, name in about if self._concerns(name) or name.startswith(patterns.MAPPING)
         ]
-        self._hits = patterns.note(
-            self._hits, found, self._patterns, time.time(), hold, self.inventory
-        )
+        hits = patterns.unmounted(self._hits, self.inventory)
+        self._hits = patterns.note(hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:

@@ -162,17 +162,10 @@ def note(
     patterns: Mapping[str, Pattern],
     now: float,
     hold: float,
-    inventory: Inventory | None = None,
 ) -> PatternHits:
     """``hits`` with what the log child found, and without what is older than ``hold``."""
     lasting = {pattern.id for pattern in patterns.values() if pattern.lasts}
-    over = hits.over | {
-        key
-        for key, hit in hits.recent.items()
-        if inventory is not None
-        and inventory.taken > hit.last
-        and hit.device not in inventory.with_file_system
-    }
+    over = hits.over
     recent = {
         key: hit
         for key, hit in hits.recent.items()
@@ -218,6 +211,18 @@ def note(
             flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
     return PatternHits(recent, times, flooding, over & recent.keys())
+
+
+def unmounted(hits: PatternHits, inventory: Inventory | None) -> PatternHits:
+    """``hits`` with the word that those of devices without a file system are over."""
+    if inventory is None:
+        return hits
+    over = {
+        key
+        for key, hit in hits.recent.items()
+        if inventory.taken > hit.last and hit.device not in inventory.with_file_system
+    }
+    return dataclasses.replace(hits, over=hits.over | over)
 
 
 def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:

@@ -102,9 +102,8 @@ ALIVE = device(active=("xfs",))
 def later(state: patterns.PatternHits, now: float, *, mounted: bool) -> patterns.PatternHits:
     """A look at ``now`` that saw the device's file system, or none."""
     devices = (ALIVE,) if mounted else (device(),)
-    return patterns.note(
-        state, [], by_id(), now, 900.0, scene(devices=devices, taken=now).inventory
-    )
+    state = patterns.unmounted(state, scene(devices=devices, taken=now).inventory)
+    return patterns.note(state, [], by_id(), now, 900.0)
 
 
 def test_what_the_kernel_says_once_lasts_until_the_device_is_unmounted() -> None:
@@ -136,8 +135,9 @@ def test_it_is_remembered_as_long_as_others_after_an_unmount() -> None:
 def test_an_earlier_look_says_nothing_of_a_later_line() -> None:
     before = scene(devices=(device(),), taken=50.0).inventory  # not mounted yet
     state = patterns.note(
-        patterns.PatternHits(), [raw("xfs-shutdown", device="rbd0")], by_id(), 100.0, 900.0, before
+        patterns.PatternHits(), [raw("xfs-shutdown", device="rbd0")], by_id(), 100.0, 900.0
     )
+    state = patterns.unmounted(state, before)
     assert patterns.frequent(later(state, 5000.0, mounted=True), by_id())
 
 
