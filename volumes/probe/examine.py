@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import kit.files
 import kit.line_worker
 from linux import blkid, blockdev
 
@@ -160,17 +161,14 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
         os.close(buffered)
     if result == blkid.AMBIVALENT:
         return Verdict(Kind.AMBIVALENT)
-    recognised = _recognised(values) if result == blkid.FOUND and values else None
-    if recognised is not None and not below:
-        return recognised
+    if result == blkid.FOUND and values and not (below and _is_noise(below, values)):
+        return _recognised(values)
     start, lower = 0, descriptor
     if below:
         lower = os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         start = blkid.luks_data_offset(lower) if below else 0
         reads = _Reads(lower)
-        if recognised is not None and not _is_noise(lower, start, values):
-            return recognised
         for places in (marks(size), samples(size, seed)):
             if reads.failed is None and reads.content is None:
                 reads.run([(start + at, length) for at, length in places])
@@ -189,14 +187,19 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
     return replace(found, bytes_read=reads.total, content_at=reads.content)
 
 
-def _is_noise(lower: int, start: int, values: Mapping[str, str]) -> bool:
+def _is_noise(below: str, values: Mapping[str, str]) -> bool:
     """Whether the mark that libblkid found in a LUKS mapping was never written: there are zeros
     below it. What was never written reads as noise, and two bytes of it are soon a magic."""
     at = values.get("SBMAGIC_OFFSET") or values.get("PTMAGIC_OFFSET")
     if at is None:
         return False
-    there = _Reads(lower)
-    there.run([(start + int(at) // PAGE * PAGE, PAGE)])
+    try:
+        with kit.files.closing(os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)) as lower:
+            there = _Reads(lower)
+            start = blkid.luks_data_offset(lower)
+            there.run([(start + int(at) // PAGE * PAGE, PAGE)])
+    except OSError:
+        return False
     return there.failed is None and there.content is None
 
 

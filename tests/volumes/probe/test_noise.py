@@ -23,6 +23,24 @@ EXT4 = {"TYPE": "ext4", "USAGE": "filesystem", "SBMAGIC_OFFSET": "1080"}
 NO_PLACE = {"TYPE": "hfsplus", "USAGE": "filesystem"}
 
 
+def test_a_mapping_whose_header_lies_elsewhere_holds_what_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of LUKS with dm-integrity the device below has no header."""
+    mapping, below = tmp_path / "mapping", tmp_path / "below"
+    for path in (mapping, below):
+        with path.open("wb") as stream:
+            stream.truncate(SIZE)
+    monkeypatch.setattr(blkid, "probe", lambda descriptor: (blkid.FOUND, EXT4))
+    descriptor = os.open(mapping, os.O_RDONLY | os.O_DIRECT)
+    try:
+        for lower in (str(below), str(tmp_path / "gone")):
+            seen = examine._content(str(mapping), descriptor, SIZE, 1, lower)
+            assert seen.verdict is Kind.HAS_FS
+    finally:
+        os.close(descriptor)
+
+
 @pytest.mark.parametrize(("found", "written", "kind"), [
     (HFSPLUS, None, Kind.BLANK_VERIFIED),
     (JMICRON, None, Kind.BLANK_VERIFIED),

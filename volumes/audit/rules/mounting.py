@@ -322,8 +322,8 @@ _WRITABLE = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs")
 _STOPPED = ("emergency_ro", "shutdown")
 
 
-# It is what it is at once, and stays so until somebody acts: the kernel's log says it once.
-@node_rule("file-system-errors", Severity.CRITICAL, 0.0)
+# A remount looks like it for a moment.
+@node_rule("file-system-errors", Severity.CRITICAL, 2.0)
 def file_system_errors(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     """The file system of a volume has stopped writing, or has counted errors."""
     for device in inventory.devices:
