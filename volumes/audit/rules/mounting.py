@@ -330,13 +330,18 @@ def file_system_errors(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         places: dict[blockdev.Number, list[Place]] = {}
         for place in inventory.on_host(device):
             places.setdefault(place.device, []).append(place)
+        volume = inventory.volume_of(device)
         for number, mounted in places.items():
+            # ceph-csi's remount for a pod clears the 'ro' of a ReadOnlyMany there.
+            staged = [p for p in mounted if volume is not None and p.target in volume.mounts]
+            read_only = device.read_only or any(p.read_only for p in staged or mounted)
             on = device.name_of(number)
             errors = inventory.fs_errors.get(on)
-            stopped = _stopped(mounted)
+            stopped = _stopped(mounted, read_only)
             if errors is not None:
+                stops = errors.stops and not read_only
                 counted = f"it counted {errors.count} error{'s' if errors.count > 1 else ''}"
-                stopped = stopped or (f"{counted} and stops at the first" if errors.stops else "")
+                stopped = stopped or (f"{counted} and stops at the first" if stops else "")
             elif not stopped:
                 continue
             yield Trouble(
@@ -362,14 +367,14 @@ def file_system_errors(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             )
 
 
-def _stopped(places: list[Place]) -> str:
-    """How the mount table shows it; empty when it does not."""
+def _stopped(places: list[Place], read_only: bool) -> str:
+    """How the mount table shows it; empty when it does not, or somebody wanted it ``read_only``."""
     for place in places:
-        if place.fstype in _WRITABLE and place.super_read_only and not place.read_only:
-            return "it is read-only, and the mount is not"
         words = [word for word in _STOPPED if word in place.super_options]
         if words:
             return words[0]
+    if places[0].fstype in _WRITABLE and places[0].super_read_only and not read_only:
+        return "it is read-only, and the mount is not"
     return ""
 
 

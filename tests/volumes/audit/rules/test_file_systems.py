@@ -46,12 +46,51 @@ def test_a_well_file_system_is_no_trouble(mounted: dict[str, Any]) -> None:
     assert judge(mounting.file_system_errors, scene(host=(place(**mounted),))).troubles == ()
 
 
-def test_one_writable_mount_of_a_read_only_file_system_is_enough() -> None:
-    at = scene(host=(
-        place(STAGING, read_only=True, super_read_only=True),
-        place("/pod", read_only=False, super_read_only=True),
-    ))  # fmt: skip
-    assert only(mounting.file_system_errors, at).severity is Severity.CRITICAL
+FAILED = {"super_read_only": True, "read_only": False}
+WANTED = {"super_read_only": True, "read_only": True}
+
+
+@pytest.mark.parametrize(("staging", "pod", "changes", "expected"), [
+    # ceph-csi stages a ReadOnlyMany with ro; its 'mount -o bind,remount' for the pod clears that
+    # of the pod's mount. A read-only file system is as the staging mount says it.
+    (WANTED, FAILED, {}, False),
+    (FAILED, WANTED, {}, True),
+    (FAILED, FAILED, {}, True),
+    (None, FAILED, {}, True),
+    # mount(8) makes a super block read-only whose device is
+    (FAILED, FAILED, {"read_only": True}, False),
+])  # fmt: skip
+def test_the_staging_mount_says_whether_somebody_wanted_it_read_only(
+    staging: dict[str, Any] | None, pod: dict[str, Any], changes: dict[str, Any], expected: bool
+) -> None:
+    staged = () if staging is None else (place(STAGING, **staging),)
+    at = scene(
+        devices=(device(**changes),),
+        host=(*staged, place("/pods/u1/mount", **pod)),
+        volumes=(volume(staging=STAGING, mounts=(STAGING,) if staged else ()),),
+    )
+    assert bool(judge(mounting.file_system_errors, at).troubles) is expected
+
+
+@pytest.mark.parametrize(("mounts", "expected"), [((WANTED, FAILED), False), ((FAILED,), True)])
+def test_without_a_staging_mount_all_mounts_must_be_writable(
+    mounts: tuple[dict[str, Any], ...], expected: bool
+) -> None:
+    host = tuple(place(f"/mnt/{number}", **each) for number, each in enumerate(mounts))
+    assert bool(judge(mounting.file_system_errors, scene(host=host)).troubles) is expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"read_only": True}])
+def test_old_errors_of_what_somebody_wanted_read_only_are_a_warning(
+    changes: dict[str, Any],
+) -> None:
+    at = scene(
+        devices=(device(**changes),),
+        host=(place(STAGING, **(FAILED if changes else WANTED)),),
+        fs_errors={"rbd0": FsErrors(1, 990.0, True)},
+    )
+    trouble = only(mounting.file_system_errors, at)
+    assert trouble.severity is Severity.WARNING and "damaged" in trouble.message
 
 
 def test_a_file_system_on_a_mapping_is_named_by_its_device() -> None:
