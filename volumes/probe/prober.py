@@ -9,6 +9,7 @@ probe.
 
 import asyncio
 import random
+import weakref
 
 import structlog
 
@@ -22,9 +23,11 @@ from volumes.probe.examine import Kind, Request, Verdict
 log = structlog.get_logger("volumes")
 
 MOST_OF_CLUSTER = 8  # devices of one cluster whose children hang
-# Of a whole probe. A blank device costs 550 reads: with 3 s so many pass at 100 ms each, one after
-# the other.
+# Of a whole probe. A blank device costs 550 reads: with 3 s so many pass at 80 ms each, one after
+# the other. The request that waits for it has 55 s.
 MOST_DEADLINES = 20
+MOST_SECONDS = 45.0
+MOST_CLUSTERS = 4  # that have all their slots in use at a time
 _NO_ANSWER = "no answer"
 
 
@@ -35,15 +38,18 @@ def _about(device: str) -> str:
 class Prober:
     """Invariant: at most one child per device exists, a hanging one included.
 
-    ``deadline``: seconds without an answered read. ``at_once``: probes that run at a time; hanging
-    ones do not count.
+    ``deadline``: seconds without an answered read. ``at_once``: probes of one cluster that run at a
+    time, because one whose devices are slow must not keep others waiting; hanging ones do not
+    count.
     """
 
     def __init__(self, deadline: float = 3.0, at_once: int = 4) -> None:
         self.deadline = deadline
         self.started = 0
         self._probes: dict[str, asyncio.Task[Verdict]] = {}
-        self._slots = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once * MOST_CLUSTERS)
+        self._of_cluster: weakref.WeakValueDictionary[str, asyncio.Semaphore]
+        self._of_cluster = weakref.WeakValueDictionary()
         self._late: dict[str, str] = {}  # with their clusters
         self._at_once = at_once
         self._spares: list[kit.line_worker.LineWorker[Verdict]] = []
@@ -56,9 +62,13 @@ class Prober:
             del self._late[device]
         return frozenset(self._late)
 
+    @property
+    def _whole(self) -> float:
+        return max(self.deadline, min(MOST_DEADLINES * self.deadline, MOST_SECONDS))
+
     async def probe(self, device: str, below: str = "", cluster: str = "") -> Verdict:
         """The verdict on the device node ``device`` (see ``Request`` for ``below``), at the latest
-        ``MOST_DEADLINES`` after its child may start. Calls for one device share one child.
+        ``_whole`` seconds after its child may start. Calls for one device share one child.
 
         ``cluster``: what does not answer together, a cluster's fsid or a driver's name.
         TooManyHangError, which says nothing about the device, where too many children hang, of all
@@ -97,7 +107,8 @@ class Prober:
                 self._spares.remove(spare)
 
     async def _run(self, device: str, below: str, cluster: str) -> Verdict:
-        async with self._slots:
+        mine = self._of_cluster.setdefault(cluster, asyncio.Semaphore(self._at_once))
+        async with mine, self._slots:
             self.started += 1
             worker = self._spares.pop() if self._spares else _worker()
             worker.about = _about(device)
@@ -118,12 +129,12 @@ class Prober:
         return found
 
     async def _ask(self, worker: kit.line_worker.LineWorker[Verdict], request: Request) -> Verdict:
-        """Its answer. DeadlineError when the device stopped answering, or after MOST_DEADLINES."""
+        """Its answer. DeadlineError when the device stopped answering, or after ``_whole``."""
         try:
             async with asyncio.timeout(self.deadline) as limit:
                 following = asyncio.create_task(_follow(worker, limit, self.deadline))
                 try:
-                    return await worker.ask(request, MOST_DEADLINES * self.deadline)
+                    return await worker.ask(request, self._whole)
                 finally:
                     await kit.tasks.end(following)
         except TimeoutError as error:
