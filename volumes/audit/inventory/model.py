@@ -132,7 +132,7 @@ class Volume:
 class Inventory:
     """Everything one scan saw. ``deep``: the mount namespaces were visited too."""
 
-    taken: float  # Unix time
+    taken: float  # Unix time of its begin
     cpu: float  # seconds of CPU
     deep: bool
     devices: tuple[blockdev.BlockDevice, ...] = ()  # watched devices that have a medium
@@ -168,10 +168,15 @@ class Inventory:
         return layers | {device.number: device for device in self.devices}
 
     @functools.cached_property
-    def with_file_system(self) -> frozenset[str]:
-        """Names of the watched devices and layers on which a file system is live."""
-        layers = {layer.name for d in self.devices for layer in d.layers if layer.active}
-        return frozenset(layers | {device.name for device in self.devices if device.active})
+    def file_systems(self) -> dict[str, tuple[object, ...]]:
+        """By name of the watched device or layer on which one is live: what the device is attached
+        as, whatever its size."""
+        found: dict[str, tuple[object, ...]] = {}
+        for device in self.devices:
+            names = [layer.name for layer in device.layers if layer.active]
+            for name in names + ([device.name] if device.active else []):
+                found[name] = device.number, device.diskseq, device.volume
+        return found
 
     @functools.cached_property
     def _by_name(self) -> dict[str, blockdev.BlockDevice]:

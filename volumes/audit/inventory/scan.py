@@ -219,7 +219,7 @@ class Kept:
 
 def scan(request: Request, kept: Kept | None = None) -> Inventory:
     """The node now. OSError only when /proc or /sys themselves cannot be read."""
-    cpu = time.process_time()
+    began, cpu = time.time(), time.process_time()
     kept = kept or Kept()
     present = kept.devices.scan(request.drivers, request.changed, request.sys, request.proc)
     devices = [each for each in present if blockdev.is_named(each.name, request.names)]
@@ -270,7 +270,7 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
         users = holders.users(processes, request.proc, set(numbers), set(tables), servers)
     watching = _named(devices, volumes)
     return Inventory(
-        taken=time.time(),
+        taken=began,
         cpu=time.process_time() - cpu,
         deep=request.deep,
         devices=tuple(watching),

@@ -147,8 +147,9 @@ class PatternHits:
     times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     # Source -> when it last had more different hits than are kept.
     flooding: Mapping[str, float] = field(default_factory=dict)
-    # Of patterns that last: their device was seen without a file system since the line came.
-    over: frozenset[Key] = frozenset()
+    # What the mounted device was attached as when it was first looked at after its line. Empty:
+    # since then it was unmounted or is another one, so a line that lasts is over.
+    on: Mapping[Key, tuple[object, ...]] = field(default_factory=dict)
 
 
 def quota(source: str) -> int:
@@ -165,11 +166,11 @@ def note(
 ) -> PatternHits:
     """``hits`` with what the log child found, and without what is older than ``hold``."""
     lasting = {pattern.id for pattern in patterns.values() if pattern.lasts}
-    over = hits.over
+    on = dict(hits.on)
     recent = {
         key: hit
         for key, hit in hits.recent.items()
-        if now - hit.last < hold or (hit.pattern in lasting and key not in over)
+        if now - hit.last < hold or (hit.pattern in lasting and on.get(key) != ())
     }
     times = {
         key: tuple((t, n) for t, n in seen if now - t < patterns[key[0]].at_least[1])
@@ -201,7 +202,7 @@ def note(
             hint=pattern.hint,
         )
         times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
-        over -= {key}
+        on.pop(key, None)
     flooding = {source: at for source, at in hits.flooding.items() if now - at < hold}
     for source in {hit.source for hit in recent.values()}:
         keys = [key for key, hit in recent.items() if hit.source == source]
@@ -210,19 +211,22 @@ def note(
             del recent[key]
             flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
-    return PatternHits(recent, times, flooding, over & recent.keys())
+    on = {key: device for key, device in on.items() if key in recent}
+    return PatternHits(recent, times, flooding, on)
 
 
 def unmounted(hits: PatternHits, inventory: Inventory | None) -> PatternHits:
-    """``hits`` with the word that those of devices without a file system are over."""
+    """``hits`` with the word which are over: their file system is no longer mounted, or on another
+    device."""
     if inventory is None:
         return hits
-    over = {
-        key
-        for key, hit in hits.recent.items()
-        if inventory.taken > hit.last and hit.device not in inventory.with_file_system
-    }
-    return dataclasses.replace(hits, over=hits.over | over)
+    on = dict(hits.on)
+    for key, hit in hits.recent.items():
+        if inventory.taken > hit.last:
+            now = inventory.file_systems.get(hit.device, ())
+            if on.setdefault(key, now) != now:
+                on[key] = ()
+    return dataclasses.replace(hits, on=on)
 
 
 def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:

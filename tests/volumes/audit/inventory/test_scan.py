@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,19 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
+
+
+def test_a_scan_is_of_the_time_when_it_begins(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes while it runs, a line of the log above all, it may not have seen."""
+    read = blockdev.Scans.scan
+    times: list[float] = []
+
+    def noted(*arguments: Any) -> list[blockdev.BlockDevice]:
+        times.append(time.time())
+        return read(*arguments)
+
+    monkeypatch.setattr(blockdev.Scans, "scan", noted)
+    assert host.look().taken <= times[0]
 
 
 @pytest.mark.parametrize("link", ["/data/kubelet", "../../data/./kubelet", "/srv/../srv/k"])

@@ -1,8 +1,13 @@
 """What the logs said recently: frequency, forgetting, joining to devices. Pure."""
 
+import dataclasses
+from typing import Any
+
+import pytest
+
 from linux.blockdev import DeviceLayer
-from tests.volumes.audit.world import device, place, scene, volume
-from volumes.audit.inventory.model import Publish
+from tests.volumes.audit.world import IMAGE, device, place, scene, volume
+from volumes.audit.inventory.model import Inventory, Publish
 from volumes.audit.logs import matcher, patterns
 from volumes.audit.types import Severity
 
@@ -139,6 +144,49 @@ def test_an_earlier_look_says_nothing_of_a_later_line() -> None:
     )
     state = patterns.unmounted(state, before)
     assert patterns.frequent(later(state, 5000.0, mounted=True), by_id())
+
+
+def mounted_at(now: float, **changes: Any) -> Inventory:
+    """A look that saw a file system on a device, and on the mapping upon it."""
+    upon = (DeviceLayer("dm-3", (253, 3), ("xfs",)),)
+    made = scene(devices=(device(active=("xfs",), layers=upon, **changes),), taken=now).inventory
+    assert made is not None
+    return made
+
+
+OTHER_IMAGE = {"image": dataclasses.replace(IMAGE, fsid="f2", image_id="9")}
+
+
+@pytest.mark.parametrize("name", ["rbd0", "dm-3"])
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"diskseq": 99}, False),
+    ({"number": (252, 16)}, False),
+    (OTHER_IMAGE, False),
+    ({"size": 2 << 30}, True),  # it was grown
+])  # fmt: skip
+def test_what_lasts_ends_with_the_attachment_of_its_device(
+    name: str, changes: dict[str, Any], expected: bool
+) -> None:
+    """The name goes to another medium at once: unmounted, unmapped, mapped and mounted between two
+    looks."""
+    line = [raw("xfs-shutdown", device=name)]
+    state = patterns.note(patterns.PatternHits(), line, by_id(), 100.0, 900.0)
+    # The look before the line may have seen the medium before.
+    for looked in (mounted_at(99.0, diskseq=6), mounted_at(101.0), mounted_at(5000.0, **changes)):
+        state = patterns.note(patterns.unmounted(state, looked), [], by_id(), 200.0, 900.0)
+    for now in (6000.0, 90_000.0):  # and once it is over it stays so
+        state = patterns.note(patterns.unmounted(state, looked), [], by_id(), now, 900.0)
+        assert bool(patterns.frequent(state, by_id())) is expected
+
+
+def test_a_later_line_is_about_the_new_attachment() -> None:
+    line = [raw("xfs-shutdown", device="rbd0")]
+    state = patterns.note(patterns.PatternHits(), line, by_id(), 100.0, 900.0)
+    state = patterns.unmounted(state, mounted_at(101.0))
+    state = patterns.note(state, line, by_id(), 200.0, 900.0)
+    new = mounted_at(201.0, diskseq=99)
+    state = patterns.note(patterns.unmounted(state, new), [], by_id(), 5000.0, 900.0)
+    assert patterns.frequent(state, by_id())
 
 
 def test_other_lines_end_as_before() -> None:
