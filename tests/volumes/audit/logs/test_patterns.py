@@ -75,8 +75,8 @@ EXACT = {
     "libceph: mon0 (2)10.1.2.3:3300 server is speaking msgr1 protocol": "ceph-messenger-mismatch",
     "libceph: bad fsid, had 00000000-0000-0000-0000-000000000001 got "
     "00000000-0000-0000-0000-000000000002": "ceph-wrong-cluster",
-    "libceph: mon0 (1)10.1.2.3:6789 bad authorize reply": "ceph-wrong-cluster",
-    "libceph: mon0 (1)10.1.2.3:6789 connect authorization failure": "ceph-wrong-cluster",
+    "libceph: mon0 (1)10.1.2.3:6789 bad authorize reply": "ceph-key-refused",
+    "libceph: mon0 (1)10.1.2.3:6789 connect authorization failure": "ceph-key-refused",
     "libceph: osd3 (1)10.1.2.3:6801 socket closed (con state OPEN)": "ceph-session-flaps",
     "libceph: mon0 (2)10.1.2.3:3300 socket closed (con state CONNECTING)": "ceph-session-flaps",
     "libceph: mon0 (1)10.1.2.3:6789 session lost, hunting for new mon": "ceph-session-flaps",
@@ -113,12 +113,12 @@ EXACT = {
     ),
     "EXT4-fs error (device rbd12) in ext4_reserve_inode_write:5730: IO failure": "ext4-error",
     "EXT4-fs (rbd12): Remounting filesystem read-only": "ext4-error",
-    "EXT4-fs (rbd12): error loading journal": "ext4-error",
-    "EXT4-fs (rbd12): I/O error while writing superblock": "ext4-error",
+    "EXT4-fs (rbd12): error loading journal": "ext4-io-error",
+    "EXT4-fs (rbd12): I/O error while writing superblock": "ext4-io-error",
     "EXT4-fs (rbd12): Delayed block allocation failed for inode 13 at logical offset 0 with max "
-    "blocks 8 with error 28": "ext4-error",
+    "blocks 8 with error 28": "ext4-io-error",
     "EXT4-fs warning (device rbd12): ext4_end_bio:353: I/O error 10 writing to inode 13 starting "
-    "block 35328)": "ext4-error",
+    "block 35328)": "ext4-io-error",
     "EXT4-fs (rbd12): bad geometry: block count 524288 exceeds size of device (262144 blocks)": (
         "ext4-larger-than-device"
     ),
@@ -127,7 +127,7 @@ EXACT = {
     "Aborting journal on device rbd12-8.": "journal-aborted",
     "JBD2: I/O error when updating journal superblock for rbd12-8.": "journal-aborted",
     "JBD2: previous I/O error detected for journal superblock update for rbd12-8.": (
-        "journal-aborted"
+        "journal-io-error"
     ),
     # fs/xfs
     "XFS (rbd12): Metadata I/O Error (0x1) detected at xfs_trans_read_buf_map+0x1a/0x2b0 [xfs] "
@@ -136,7 +136,7 @@ EXACT = {
     'XFS (rbd12): metadata I/O error in "xfs_da_read_buf+0x1/0x2 [xfs]" at daddr 0x8 len 8 '
     "error 5": "xfs-error",
     "XFS (rbd12): log I/O error -5": "xfs-error",
-    "XFS (rbd12): Corruption detected. Unmount and run xfs_repair": "xfs-error",
+    "XFS (rbd12): Corruption detected. Unmount and run xfs_repair": "xfs-corruption",
     # fs/btrfs/messages.c
     "BTRFS: error (device rbd12: state A) in btrfs_commit_transaction:2418: errno=-5 IO failure "
     "(Error while writing out transaction)": "btrfs-error",
@@ -205,8 +205,8 @@ EXACT = {
     "error": "raw-unmap-failed",
     f'Error: UnmapDevice failed for volume "pvc-9" {OF_CSI} on node "n" : the device is in use '
     "when it was no longer expected to be in use": "raw-unmap-failed",
-    f'"Could not construct volume information" podName="{UID}" volumeSpecName="pvc-9" err="no '
-    'volume plugin matched"': "reconstruction-failed",
+    f'"Could not construct volume information, cleaning up mounts" podName="{UID}" '
+    'volumeSpecName="pvc-9" err="no volume plugin matched"': "reconstruction-failed",
     f'"Cleaning up mounts for volume that could not be reconstructed" podName="{UID}" '
     'volumeSpecName="pvc-9"': "reconstruction-failed",
     # kube-controller-manager 1.27 to 1.34: attachdetach/reconciler/reconciler.go
@@ -307,7 +307,7 @@ def test_exact_text_matches_one_pattern(text: str, expected: str) -> None:
     source = next(p.source for p in PATTERNS if p.id == expected)
     found = matched(source, text)
     assert [hit.pattern for hit in found] == [expected]
-    if "rbd12" in text and expected not in ("journal-aborted", "hung-task"):
+    if "rbd12" in text and expected not in ("journal-aborted", "journal-io-error", "hung-task"):
         assert found[0].groups["device"] == "rbd12"
 
 
@@ -329,6 +329,24 @@ def test_unmap_failed_names_a_device_or_an_image(spec: str, groups: dict[str, st
 
 def test_exact_texts_cover_all_patterns() -> None:
     assert {p.id for p in PATTERNS} == set(EXACT.values())
+
+
+def test_lines_last_that_are_true_until_an_unmount() -> None:
+    """An I/O error may be over: XFS and ext4 try again, and a full pool is extended."""
+    assert {p.id for p in PATTERNS if p.lasts} == {
+        "ext4-error", "journal-aborted", "xfs-shutdown", "xfs-corruption", "btrfs-error",
+    }  # fmt: skip
+
+
+def test_what_every_healthy_node_prints_now_and_then_is_no_trouble_at_once() -> None:
+    """A ticket that expired is refused once; after a reboot kubelet finds directories of volumes
+    that are not mounted."""
+    often = {p.id: p.at_least for p in PATTERNS}
+    assert often["ceph-key-refused"] == (3, 60.0) and often["ceph-wrong-cluster"][0] == 1
+    assert matched("userspace", (
+        f'I0101 reconstruct.go:74] "Could not construct volume information" podName="{UID}" '
+        'volumeSpecName="pvc-9" err="volume pvc-9 is not mounted"'
+    )) == []  # fmt: skip
 
 
 ABOUT_A_DEVICE = (
