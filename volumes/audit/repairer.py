@@ -4,6 +4,7 @@ Called after each round of the audit, so on every change of mounts and devices a
 intervals. Before an unmap it scans once more, users included, and decides once more.
 """
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,17 +106,19 @@ class Repairer:
     async def ask_attached(self, inventory: Inventory) -> bool:
         """Ask the cluster about the volumes that kubelet seems to have forgotten. Whether
         ``detached`` changed."""
-        volumes = {each.handle: each for each in forgotten(inventory) if each.handle}
+        volumes = {each.handle: each for each in forgotten(inventory)}
         now = time.monotonic()
-        # Each volume passes through this state when its last pod ends.
-        known = {handle: self._attached.get(handle, (now, None)) for handle in volumes}
+        # At once, though each volume passes through this state when its last pod ends: the cluster
+        # may detach it in a moment.
+        known = {handle: self._attached.get(handle, (-math.inf, None)) for handle in volumes}
         due = [handle for handle, (at, _) in known.items() if now - at >= ASK_SECONDS]
         for handle in due[:_MOST_ASKED]:
             before = known[handle][1]
             try:
                 there = await self._witness.is_attached(volumes[handle].driver, handle)
             except (kit.errors.AgentError, OSError):
-                there = before or False
+                known[handle] = now, before
+                break  # the others would wait as long
             # Some drivers' volumes are never attached: what was not there is not gone.
             known[handle] = now, there if there or before is not None else None
         self._attached = known

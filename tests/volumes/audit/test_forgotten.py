@@ -55,11 +55,36 @@ async def test_the_cluster_is_not_asked_about_what_kubelet_works_with(
     assert cluster.asked == 0
 
 
-async def test_it_is_not_asked_about_one_that_kubelet_is_about_to_unstage(
+async def test_it_is_asked_at_once_then_each_minute(
+    asked: tuple[repairer.Repairer, Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubernetes#121937: kubelet restarts within half a minute, and the cluster then detaches the
+    volume within seconds. Only who asked before knows that it was there."""
+    repair, cluster = asked
+    clock = [1000.0]
+    monkeypatch.setattr(repairer, "ASK_SECONDS", 60.0)
+    monkeypatch.setattr(repairer.time, "monotonic", lambda: clock[0])
+    cluster.claim = "pvc-1"
+    for _ in range(10):  # each volume passes through this state when its last pod ends
+        await repair.ask_attached(node())
+    assert cluster.asked == 1
+    cluster.claim = ""
+    clock[0] += 60.0
+    assert await repair.ask_attached(node()) and repair.detached == {"h1"}
+
+
+async def test_a_silent_cluster_delays_a_round_by_one_question(
     asked: tuple[repairer.Repairer, Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repair, cluster = asked
     monkeypatch.setattr(repairer, "ASK_SECONDS", 60.0)
-    for _ in range(10):
-        await repair.ask_attached(node())
-    assert cluster.asked == 0
+    staged = [
+        volume(handle=f"h{n}", staging=f"{STAGING}/{n}", mounts=(f"{STAGING}/{n}",))
+        for n in range(3)
+    ]
+    seen = scene(volumes=tuple(staged), host=(place(STAGING),)).inventory
+    assert seen is not None
+    cluster.silent = True
+    for asked_by_now in (1, 2, 3, 3):  # and each volume has its turn
+        await repair.ask_attached(seen)
+        assert cluster.asked == asked_by_now

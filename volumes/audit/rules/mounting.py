@@ -308,8 +308,9 @@ def staged_unused(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
 
 
 def forgotten(inventory: Inventory) -> list[Volume]:
-    """Staged volumes of watched devices that are in no pod, nor asked for by one."""
-    found = (each for each in inventory.volumes if each.mounts and not each.publishes)
+    """Staged volumes of watched devices that are in no pod, nor asked for by one. Without a handle
+    nobody knows whose they are."""
+    found = (v for v in inventory.volumes if v.mounts and v.handle and not v.publishes)
     return [] if inventory.no_records else [each for each in found if each.device]
 
 

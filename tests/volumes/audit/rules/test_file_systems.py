@@ -135,6 +135,7 @@ def test_it_is_critical_when_the_cluster_has_taken_it_away() -> None:
     {"publishes": (STARTING,)},  # its pod waits for it
     {"mounts": ()},
     {"device": ""},  # of a driver that nobody watches
+    {"handle": ""},  # its record cannot be read, so its pods are not known
 ])  # fmt: skip
 def test_a_volume_that_kubelet_works_with_is_no_trouble(changes: dict[str, Any]) -> None:
     known = volume(**{"staging": STAGING, "mounts": (STAGING,), **changes})
