@@ -131,7 +131,7 @@ class WitnessSettings(kit.settings.Section):
     timeout: ClassVar[kit.settings.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
-    """Most requests of this node in a minute; marks use at most half of them."""
+    """Most requests of this node in a minute; half of them are kept for leases and repairs."""
     outage: ClassVar[kit.settings.Seconds] = 600.0
     """While the API server does not answer, a new volume is refused for so long; then the guard
     decides as without a cluster. With 'volumes.clusters' the cluster's 'nothing is allocated' ends
