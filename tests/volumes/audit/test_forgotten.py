@@ -1,6 +1,7 @@
 """What the cluster says of volumes that kubelet seems to have forgotten. No real cluster."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +64,7 @@ async def test_it_is_asked_at_once_then_each_minute(
     repair, cluster = asked
     clock = [1000.0]
     monkeypatch.setattr(repairer, "ASK_SECONDS", 60.0)
-    monkeypatch.setattr(repairer.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(repairer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     cluster.claim = "pvc-1"
     for _ in range(10):  # each volume passes through this state when its last pod ends
         await repair.ask_attached(node())
