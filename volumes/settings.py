@@ -84,8 +84,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """A device that answers no read for this time, or takes 20 times as long in all (45s at most,
-    unless this time is longer), gets the verdict 'timeout'."""
+    """Without an answered read for this time, or after 20 times it (at most 45s, or this time), the
+    verdict is 'timeout'."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
