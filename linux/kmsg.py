@@ -4,6 +4,16 @@ import errno
 import os
 from dataclasses import dataclass
 
+# What the kernel prints when a device's reads or writes fail, by name: regular expressions with the
+# group ``device``. Linux 5.15 to 6.12: block/blk-core.c (of its words for an error only "operation
+# not supported" is none of the device: mkfs asks what it can do), fs/buffer.c, fs/ext4/page-io.c.
+# A new line within a record is written as its number.
+IO_ERRORS = {
+    "block-io-error": r"(?:(?<!not supported) error, dev |Buffer I/O error on dev(?:ice)? )"
+    r"(?P<device>[\w-]+), (?:sector|logical block) \d+",
+    "beyond-end-of-device": r"attempt to access beyond end of device\\x0a(?P<device>[\w-]+): rw=",
+}
+
 
 @dataclass(frozen=True)
 class Record:

@@ -84,7 +84,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """A device that does not answer in this time gets the verdict 'timeout'."""
+    """Without an answered read for this time, or after 20 times it (at most 45s, or this time), the
+    verdict is 'timeout'."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
@@ -130,7 +131,7 @@ class WitnessSettings(kit.settings.Section):
     timeout: ClassVar[kit.settings.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
-    """Most requests of this node in a minute; marks use at most half of them."""
+    """Most requests of this node in a minute; half of them are kept for leases and repairs."""
     outage: ClassVar[kit.settings.Seconds] = 600.0
     """While the API server does not answer, a new volume is refused for so long; then the guard
     decides as without a cluster. With 'volumes.clusters' the cluster's 'nothing is allocated' ends
