@@ -22,10 +22,9 @@ class CephSources:
         self.number = 0
         folder.mkdir()
         self.cluster: CephCluster = stack.enter_context(running(folder / "ceph"))
-        place = folder / "cephfs"
-        place.mkdir()
-        self.top = stack.enter_context(self.cluster.mounted(place)) / FOLLOW
-        self.top.mkdir()
+        self.place = folder / "cephfs"
+        self.place.mkdir()
+        self.top = self.place / FOLLOW
         key = sources.kube.root / installed.STATE / "ceph.key"
         key.write_text(self.cluster.secret())
         key.chmod(0o600)
@@ -45,22 +44,26 @@ class CephSources:
 
     def _follow(self) -> None:
         made = self._add(FOLLOW, self.top, "follow", kind="cephfs", path=f"/{FOLLOW}")
-        made.fill(200, 4, FOLLOW)
-        time.sleep(11)  # docs/cache.md: after the last write
+        with self.cluster.mounted(self.place):
+            self.top.mkdir()
+            made.fill(200, 4, FOLLOW)
         self._snapshot()
         made.say()
 
     def _snapshot(self) -> None:
+        """By a client of its own: the one that wrote has let go of all that it had to write."""
+        time.sleep(11)  # docs/cache.md: after the last write
         self.number += 1
-        folder = self.top / ".snap"
-        (folder / f"s{self.number:03}").mkdir()
-        for each in sorted(folder.iterdir())[:-KEPT_SNAPSHOTS]:
-            each.rmdir()
+        with self.cluster.mounted(self.place):
+            folder = self.top / ".snap"
+            (folder / f"s{self.number:03}").mkdir()
+            for each in sorted(folder.iterdir())[:-KEPT_SNAPSHOTS]:
+                each.rmdir()
 
     def followed(self, generator: random.Random) -> str:
         """Changes, and a snapshot of them."""
-        said = self.sources.all[FOLLOW].change(generator)
-        time.sleep(11)
+        with self.cluster.mounted(self.place):
+            said = self.sources.all[FOLLOW].change(generator)
         self._snapshot()
         return f"{said}, snapshot s{self.number:03}"
 

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -769,7 +770,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def inside() -> int:
+def inside() -> None:
     """In namespaces of its own."""
     for words in (
         "ip link set lo up",
@@ -804,14 +805,15 @@ def inside() -> int:
                     found = soak.run()
                 finally:
                     soak.readers.end()
-                    RESULT.with_suffix(".log").write_bytes((soak.folder / "agent.log").read_bytes())
+                    with contextlib.suppress(FileNotFoundError):
+                        log = (soak.folder / "agent.log").read_bytes()
+                        RESULT.with_suffix(".log").write_bytes(log)
                 _write(found)
                 say("takes all away")
         finally:
             with contextlib.suppress(Exception):
                 soak.sources.end()
             kube.stop()
-    return 0
 
 
 def _write(found: dict[str, Any]) -> None:
@@ -820,14 +822,17 @@ def _write(found: dict[str, Any]) -> None:
     print(f"written to {RESULT.relative_to(installed.REPO)}", flush=True)
 
 
-def main() -> int:
+def main() -> None:
     if "inside" in sys.argv:
-        return inside()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and takes all away
+        inside()
+        return
     image.build()  # needs the network
     command = ["unshare", "--net", "--mount", "--propagation", "private", str(blockdev.APART),
                "--", sys.executable, "-m", "tests.deploy.field_soak", "inside"]  # fmt: skip
-    return subprocess.call(command, cwd=installed.REPO)
+    os.chdir(installed.REPO)
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
