@@ -8,6 +8,7 @@ JSON for each error. REPORT.state says what was read so far, and what is being r
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -163,8 +164,18 @@ class Reader:
         pause = KINDS[self.kind][1]
         time.sleep(self.generator.uniform(0, pause))
         while True:
-            self.once(self.generator.choice(self.datasets))
+            resting = self._resting()
+            if self.standing and self.standing.name in resting:
+                os.chdir("/")
+                self.standing = None
+            self.once(self.generator.choice([e for e in self.datasets if e.name not in resting]))
             time.sleep(self.generator.uniform(0.5, 1.5) * pause * seconds)
+
+    def _resting(self) -> list[str]:
+        """Datasets that nobody reads for a while: only these can be evicted."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.report.parent / "resting").read_text().split()
+        return []
 
     def once(self, dataset: Dataset) -> None:
         began = time.time()

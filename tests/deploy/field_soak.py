@@ -251,6 +251,12 @@ class Readers:
         self.node.kube.apply(made)
         self.pods[f"image {number}"] = (name, f"image-{number % IMAGES}")
 
+    def rest(self, *names: str) -> None:
+        """Nobody reads these from now on."""
+        new = self.folder / "resting.new"
+        new.write_text("\n".join(names))
+        new.rename(self.folder / "resting")
+
     def end(self) -> None:
         for process in self._processes.values():
             pids = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -336,6 +342,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.now = ""
         self.images = 0
+        self.rest("plain-i", "sparse-a")
 
     def names(self, *, restarts: bool) -> list[str]:
         every = [name.removeprefix("fault_") for name in dir(self) if name.startswith("fault_")]
@@ -351,6 +358,7 @@ class Faults:
             getattr(self, f"fault_{name}")()
         except Exception as error:  # also of the testbed: the soak goes on, and tells
             self.tell(f"NOT DONE: {type(error).__name__}: {str(error)[:300]}")
+        self.hold(12)  # the agent may not have seen it yet
         unwell = self.soak.calm()
         if unwell:
             self.tell(f"not well {CALM_SECONDS:.0f} s later: {unwell}")
@@ -500,13 +508,18 @@ class Faults:
             self.hold(10)
 
     def fault_evicted(self) -> None:
-        names = ("plain-h", "plain-i", "plain-j", "stopped-a", "sparse-a", "links-a")
-        chosen = self.generator.sample(names, 3)
-        for name in chosen:
-            self.ask(name, "evict", {"to": self.generator.choice([0, 200_000, 700_000])}, tries=8)
-        self.hold(15)
-        for name in chosen:
+        """Of what rested since the last time: what is read is not evicted."""
+        for name in self.resting:
+            self.ask(name, "evict", {"to": self.generator.choice([0, 200_000, 700_000])})
+        evicted, names = self.resting, ["plain-h", "plain-i", "plain-j", "sparse-a", "links-a"]
+        self.rest(*self.generator.sample(names, 2))
+        self.hold(20)  # they are read again
+        for name in evicted:
             self.ask(name, "warm")
+
+    def rest(self, *names: str) -> None:
+        self.resting = list(names)
+        self.soak.readers.rest(*names)
 
     # --- work
 
