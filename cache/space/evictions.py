@@ -56,6 +56,8 @@ class Evictions:
     def __init__(self, run: Run, limits: LimitsOf) -> None:
         self._run = run
         self._limits = limits
+        # By dataset the folder that gives for a budget, and of which nothing is deleted yet.
+        self._whole: dict[str, str] = {}
 
     async def settle(
         self,
@@ -87,6 +89,9 @@ class Evictions:
         if share > now and not (grow and (share == subset.ALL or share - now > now * GROWTH)):
             share = now
         if beyond and share <= now:
+            # What an operator or another dataset asked for is given whatever the budgets say then.
+            if not changes.get("paused") and not (limits and limits.wanted):
+                self._whole[dataset.name] = dataset.folder
             await self.take_out(dataset, share, beyond, **changes)
         elif share != now:
             await dataset.change(kept_share=share, **changes)
@@ -109,6 +114,13 @@ class Evictions:
             await _take_copy_out(dataset)
             return
         share, before = dataset.generation.kept_share, dataset.used()
+        if begun and self._whole.get(dataset.name) == dataset.folder:
+            found = (await self._pass(dataset, "choose", share)).evict
+            assert found is not None
+            share = max(share, found.share)  # the budget may have been raised meanwhile
+            await dataset.change(kept_share=share, evicting=found.beyond > 0)
+            if not found.beyond:
+                return
         await _reach(dataset)
         marks = await self._pass(dataset, "marks", share)
         assert marks.evict is not None
@@ -119,6 +131,7 @@ class Evictions:
             await dataset.publish(Stage.OVERLAY)
         if await fall_back(dataset) or hides:
             await _wait_for_others(dataset)
+        self._whole.pop(dataset.name, None)
         end = await self._pass(dataset, "files", share)
         assert end.evict is not None
         if dataset.stage in _SHOWS_STORE:

@@ -117,6 +117,29 @@ def test_lowered_budget_takes_out_a_part_and_readers_go_on(area: Path, node: Age
     trees.assert_equal(source, node.view("a"))
 
 
+def test_raised_budget_ends_an_eviction_that_waits_for_readers(area: Path, node: Agent) -> None:
+    """As the volume of a pod that runs for days: its dataset is not 'failed' for that long."""
+    source = complete(area, node, 200)
+    whole, before = taken(node), kept(node)
+    script = f"import os; os.chdir({str(node.view('a'))!r}); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as standing:
+        try:
+            assert standing.stdout is not None
+            assert standing.stdout.readline() == b"1\n"
+            set_budget(node, budget=whole // 2)
+            node.wait_for(
+                lambda: "an earlier view" in node.said(), 60, "the eviction to wait for the reader"
+            )
+            set_budget(node, budget=2 * whole)
+            node.wait_state("a", "complete")
+            assert kept(node) == before, "nothing was taken out"
+            trees.assert_equal(source, node.view("a"))
+        finally:
+            standing.kill()
+
+
 def test_epochs_hit_as_much_as_is_cached(area: Path, node: Agent) -> None:
     """Real reads of a real view: the inode of an open file tells which layer served it.
 
