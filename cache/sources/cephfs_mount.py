@@ -221,15 +221,22 @@ def mount_fuse(target: str, command: Sequence[str], seconds: float) -> tuple[boo
 
 
 def _move_out_of_our_cgroup(target: Path) -> None:
-    """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
+    """Whoever ends the agent kills everything in its cgroup; the mount must outlive that."""
     for pid in _daemons(str(target)):
-        for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
-            if (root / "cgroup.procs").exists():
-                try:
-                    (root / CGROUP).mkdir(exist_ok=True)
-                    (root / CGROUP / "cgroup.procs").write_text(str(pid))
-                except OSError as error:
-                    log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
+        for folder in _ways_out():
+            try:
+                folder.mkdir(exist_ok=True)
+                (folder / "cgroup.procs").write_text(str(pid))
+            except OSError as error:
+                log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
+
+
+def _ways_out(top: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Where it goes: to a cgroup of its own in the hierarchy of v2, and in each of v1, where that
+    would need settings (cpuset), to the root."""
+    roots = [top] if (top / "cgroup.procs").exists() else sorted(top.iterdir())
+    roots = [each for each in roots if (each / "cgroup.procs").exists() and not each.is_symlink()]
+    return [e / CGROUP if (e / "cgroup.controllers").exists() else e for e in roots]
 
 
 async def detach(target: Path) -> bool:
