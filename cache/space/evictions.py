@@ -58,6 +58,7 @@ class Evictions:
         self._limits = limits
         # By dataset the folder that gives for a budget, and of which nothing is deleted yet.
         self._whole: dict[str, str] = {}
+        self._shown: dict[str, str] = {}  # the same, of which an overlay without marks is shown
 
     async def settle(
         self,
@@ -126,10 +127,13 @@ class Evictions:
         assert marks.evict is not None
         # The overlay may have looked up directories with their marks. One that never saw a mark
         # stays, and who stands in it is in nobody's way.
-        hides = begun or dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
-        if hides and dataset.stage in _SHOWS_STORE:
+        # Another one each time would wait for the pods that have come since the last.
+        clean = self._shown.get(dataset.name) == dataset.folder
+        hides = dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
+        if (hides or (begun and not clean)) and dataset.stage in _SHOWS_STORE:
             await dataset.publish(Stage.OVERLAY)
-        if await fall_back(dataset) or hides:
+            self._shown[dataset.name] = dataset.folder
+        if await fall_back(dataset) or hides or begun:
             await _wait_for_others(dataset)
         self._whole.pop(dataset.name, None)
         end = await self._pass(dataset, "files", share)

@@ -140,6 +140,29 @@ def test_raised_budget_ends_an_eviction_that_waits_for_readers(area: Path, node:
             standing.kill()
 
 
+def test_pods_that_come_while_an_eviction_waits_are_not_waited_for(area: Path, node: Agent) -> None:
+    """Each of them is given what the view shows then, and keeps that."""
+    source = complete(area, node, 200)
+    whole, volume = taken(node), area / "volume"
+    volume.mkdir()
+    script = f"import os; os.chdir({str(node.view('a'))!r}); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as standing:
+        try:
+            assert standing.stdout is not None
+            assert standing.stdout.readline() == b"1\n"
+            set_budget(node, budget=whole // 2)
+            node.wait_for(lambda: node.said().count("eviction waits") > 1, 60, "it to wait")
+            blockdev.run("mount", "--bind", str(node.view("a")), str(volume))
+        finally:
+            standing.kill()
+    node.wait_for(lambda: settled(node, whole // 2), 120, "the store to shrink")
+    trees.assert_equal(source, volume)
+    trees.assert_equal(source, node.view("a"))
+    blockdev.run("umount", str(volume))
+
+
 def test_epochs_hit_as_much_as_is_cached(area: Path, node: Agent) -> None:
     """Real reads of a real view: the inode of an open file tells which layer served it.
 
