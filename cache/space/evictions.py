@@ -91,7 +91,8 @@ class Evictions:
             share = now
         if beyond and share <= now:
             # What an operator or another dataset asked for is given whatever the budgets say then.
-            if not changes.get("paused") and not (limits and limits.wanted):
+            gives = limits is not None and (limits.wanted or limits.wanted_inodes)
+            if not gives and not changes.get("paused"):
                 self._whole[dataset.name] = dataset.folder
             await self.take_out(dataset, share, beyond, **changes)
         elif share != now:
