@@ -117,8 +117,9 @@ class Evictions:
         hides = begun or dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
         if hides and dataset.stage in _SHOWS_STORE:
             await dataset.publish(Stage.OVERLAY)
-        if await fall_back(dataset) or hides:
-            await _wait_for_others(dataset)
+        await fall_back(dataset)
+        # Also without marks: an eviction before may still wait for who looks past the overlay.
+        await _wait_for_others(dataset)
         end = await self._pass(dataset, "files", share)
         assert end.evict is not None
         if dataset.stage in _SHOWS_STORE:
