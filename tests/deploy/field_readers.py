@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+COMMAND_SECONDS = 1800.0  # a source may hang, and be tried again, meanwhile
 SAMPLE = 12  # files of one read
 SLOW_SECONDS = 10.0
 SMALL = 700  # files; what reads a whole dataset takes no larger one
@@ -315,7 +316,7 @@ def _torch(dataset: Dataset, names: list[str]) -> None:
 
 def _command(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False,
-                          stdin=subprocess.DEVNULL, timeout=1800)  # fmt: skip
+                          stdin=subprocess.DEVNULL, timeout=COMMAND_SECONDS)  # fmt: skip
     if done.returncode:
         last = done.stderr.strip().splitlines()[-6:]
         raise Wrong(f"{Path(words[0]).name} {done.returncode}", "", "; ".join(last))

@@ -19,8 +19,8 @@ def container() -> Iterator[str]:
     for each in folders:
         each.mkdir()
     yield name
+    waiting.until(lambda: not any(map(_processes, folders)), 10, "the cgroups to be empty")
     for each in folders:
-        waiting.until(lambda folder=each: not _processes(folder), 10, f"{each} to be empty")
         each.rmdir()
 
 

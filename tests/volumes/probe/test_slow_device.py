@@ -96,7 +96,7 @@ async def test_slow_devices_of_a_cluster_keep_no_other_clusters_waiting(
     answered, over = itertools.count(), asyncio.Event()
     monkeypatch.setattr(prober, "_worker", lambda: Waiting(over))
     monkeypatch.setattr(procfs, "reads", lambda pid: next(answered))
-    probes = prober.Prober(deadline=60.0)
+    probes = prober.Prober(deadline=waiting.limit(60))
     slow = [asyncio.create_task(probes.probe(f"/dev/slow{n}", cluster="a")) for n in range(12)]
     try:
         await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def test_the_probes_of_all_clusters_are_bounded(monkeypatch: pytest.Monkey
     answered, over = itertools.count(), asyncio.Event()
     monkeypatch.setattr(prober, "_worker", lambda: Waiting(over))
     monkeypatch.setattr(procfs, "reads", lambda pid: next(answered))
-    probes = prober.Prober(deadline=60.0, at_once=1)
+    probes = prober.Prober(deadline=waiting.limit(60), at_once=1)
     names = [f"slow{n}" for n in range(2 * prober.MOST_CLUSTERS)]
     slow = [asyncio.create_task(probes.probe(each, cluster=each)) for each in names]
     try:
