@@ -45,7 +45,7 @@ RESULT = installed.REPO / "build" / "field-soak.json"
 SSD = f"/{installed.STATE}/ssd"
 BUDGET = "1GiB"
 SSD_BYTES = 2 * 2**30
-SAMPLE_SECONDS = 10.0
+SAMPLE_SECONDS, PROGRESS_SECONDS = 10.0, 60.0
 RESTARTS_UNTIL = 0.4  # of the time: then one process is watched for long
 CALM_SECONDS = 120.0
 WELL = {"complete", "partial"}
@@ -679,7 +679,7 @@ class Soak:
                 time.sleep(15 * PACE)
 
     def _progress(self, end: threading.Event, faults: Faults, began: float) -> None:
-        while not end.wait(60):
+        while not end.wait(PROGRESS_SECONDS):
             states = self.readers.states()
             reads = sum(sum(each["reads"].values()) for each in states.values())
             errors = Counter(e["what"] for e in self.readers.events())

@@ -1,5 +1,6 @@
 """ceph-fuse is in no cgroup of the agent: a container that ends takes all in its own with it."""
 
+import functools
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ def container() -> Iterator[str]:
         each.mkdir()
     yield name
     for each in folders:
-        waiting.until(lambda folder=each: not _processes(folder), 10, f"{each} to be empty")
+        waiting.until(functools.partial(_is_empty, each), 10, f"{each} to be empty")
         each.rmdir()
 
 
-def _processes(folder: Path) -> str:
-    return (folder / "cgroup.procs").read_text()
+def _is_empty(cgroup: Path) -> bool:
+    return not (cgroup / "cgroup.procs").read_text()
 
 
 @pytest.mark.real
