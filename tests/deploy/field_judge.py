@@ -33,7 +33,7 @@ class Named:
 
 
 _AWAY = "docs/cache.md#While the source does not answer"
-_GONE = "EIO|ESTALE|ENOTCONN|ETIMEDOUT|ENOENT|ECONNABORTED|slow"
+_GONE = "EIO|ESTALE|ENOTCONN|ETIMEDOUT|ENOENT|ECONNABORTED|SIGBUS|slow"
 _COMMANDS = r"(tar|rsync) \d+"
 _SOURCE = "source (hung|fails|stopped|dies)"
 _DIRECT = "docs/kubernetes.md#Ask for a dataset"
