@@ -291,6 +291,7 @@ class Jobs:
             # It stays queued until it runs, or a second fill would be requested.
             if not target.queued or not await self._may_fill(dataset, target):
                 target.queued = False
+                dataset.wake()  # its view may have to show something else now
                 return
             before = dataset.before(target)  # perhaps of one that began to serve unfilled
             shared = None if before is None else before.record

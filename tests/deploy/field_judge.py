@@ -33,7 +33,7 @@ class Named:
 
 
 _AWAY = "docs/cache.md#While the source does not answer"
-_GONE = "EIO|ESTALE|ENOTCONN|ETIMEDOUT|ENOENT|ECONNABORTED|slow"
+_GONE = "EIO|ESTALE|ENOTCONN|ETIMEDOUT|ENOENT|ECONNABORTED|SIGBUS|slow"
 _COMMANDS = r"(tar|rsync) \d+"
 _SOURCE = "source (hung|fails|stopped|dies)"
 _DIRECT = "docs/kubernetes.md#Ask for a dataset"
@@ -96,6 +96,8 @@ def heading(named: str, docs: Path = DOCS) -> bool:
 _TIMES = ("timestamp", "time", "at", "ts")
 _IDS = re.compile(r"[0-9a-f]{8,}|\d+(\.\d+)?")
 
+_OF_PASSES = re.compile(r"\w+: (pass started|(fill|update|scrub) ended) ")
+
 
 def fact(line: str) -> str:
     """The line without time, counts and ids: of the same fact it is the same."""
@@ -134,7 +136,8 @@ def loud(lines: Iterable[tuple[float, str]]) -> list[Loud]:
 
 
 def too_loud(each: Loud) -> bool:
-    return each.minutes >= NOISY_MINUTES
+    """Lines that tell of different passes are different facts."""
+    return each.minutes >= NOISY_MINUTES and not _OF_PASSES.match(each.fact)
 
 
 def _most(times: Sequence[float]) -> int:

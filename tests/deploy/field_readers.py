@@ -18,6 +18,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-COMMAND_SECONDS = 1800.0  # a source may hang, and be tried again, meanwhile
+from tests.testbed import waiting
+
 SAMPLE = 12  # files of one read
 SLOW_SECONDS = 10.0
 SMALL = 700  # files; what reads a whole dataset takes no larger one
@@ -99,6 +101,27 @@ def _plainly(path: str) -> str:
 
 
 def _mapped(path: str) -> str:
+    """In a child: a page that cannot be read is a signal."""
+    out, into = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.write(into, _digest_of_mapping(path).encode())
+        except OSError as error:
+            os.write(into, f"errno {error.errno}".encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        said = stream.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        raise Wrong(signal.Signals(os.WTERMSIG(status)).name, path, "a mapped page was not read")
+    if said.startswith("errno "):
+        raise OSError(int(said.split()[1]), os.strerror(int(said.split()[1])), path)
+    return said
+
+
+def _digest_of_mapping(path: str) -> str:
     with open(path, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if not size:
@@ -316,7 +339,7 @@ def _torch(dataset: Dataset, names: list[str]) -> None:
 
 def _command(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False,
-                          stdin=subprocess.DEVNULL, timeout=COMMAND_SECONDS)  # fmt: skip
+                          stdin=subprocess.DEVNULL, timeout=waiting.limit(600))  # fmt: skip
     if done.returncode:
         last = done.stderr.strip().splitlines()[-6:]
         raise Wrong(f"{Path(words[0]).name} {done.returncode}", "", "; ".join(last))

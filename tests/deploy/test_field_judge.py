@@ -38,7 +38,7 @@ def test_an_error_is_named_only_under_its_fault(fields: dict[str, object], page:
 
 
 def line(**fields: object) -> str:
-    return json.dumps({"event": "pass ended", "level": "info", "dataset": "a", **fields})
+    return json.dumps({"event": "view published", "level": "info", "dataset": "a", **fields})
 
 
 def test_lines_of_one_fact_differ_in_times_counts_and_ids_only() -> None:
@@ -62,6 +62,13 @@ def test_more_than_one_line_a_minute_for_minutes_is_noise(
 ) -> None:
     (found,) = field_judge.loud((moment, line(n=moment)) for moment in moments)
     assert (found.most, field_judge.too_loud(found)) == (most, noisy)
+
+
+def test_lines_of_different_passes_are_no_noise() -> None:
+    moments = (0, 1, 60, 61, 120, 121)
+    (found,) = field_judge.loud((moment, line(event="pass started")) for moment in moments)
+    assert found.minutes == 3
+    assert not field_judge.too_loud(found)
 
 
 def test_flat_is_at_most_a_tenth_more() -> None:
