@@ -219,15 +219,17 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            if now.state == "partial" and dataset.current.lacks_room() and not now.paused:
+            if now.evicting:  # it may give less now
+                dataset.retry_now()
+            elif now.state == "partial" and dataset.current.lacks_room() and not now.paused:
                 await self.warm(dataset)
 
     def room_came(self, datasets: Iterable[Dataset]) -> None:
         """What lacked room is filled again, and a fill under way looks again for what it leaves
-        out, once it has ended."""
+        out, once it has ended. An eviction that waits keeps its pause."""
         for dataset in datasets:
             dataset.due.fill_again = True
-            if dataset.current.lacks_room():
+            if dataset.current.lacks_room() and not dataset.generation.evicting:
                 dataset.retry_now()
             if (next_one := dataset.next) is not None:
                 next_one.due.fill_again = True
