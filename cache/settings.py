@@ -244,7 +244,7 @@ class DatasetSettings(kit.settings.Section):
     Equal priority: fills go by name, and the least recently used dataset is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    The agent keeps nearly the same files each time."""
+    A new generation stores nearly the same files."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False

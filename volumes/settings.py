@@ -75,8 +75,8 @@ class GuardSettings(kit.settings.Section):
     argument is COMMAND. A program with a destructive command among its arguments (cryptsetup
     luksFormat) needs a lease."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """How long a lease lasts. Use more than 122 s, the kubelet's longest retry interval, and more
-    than one mkfs takes. After an unused lease, the next attempt gets a new one."""
+    """Length of a lease. Use more than the longest mkfs, and more than 122 s (the kubelet's longest
+    retry interval). After an unused lease, the next attempt gets a new one."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -84,8 +84,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """Without an answered read for this time, or after 20 times it (at most 45s, or this time), the
-    verdict is 'timeout'."""
+    """The verdict is 'timeout' after this time without an answered read, or when the probe lasts 20
+    times as long (limit: 45s, or this time if longer)."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
@@ -206,7 +206,7 @@ class LogSettings(kit.settings.Section):
         max_length=32,
     )
     """In directories named 'containers', the agent reads only logs of pods in these namespaces.
-    The reason: a pod of any user can have the name of a ceph-csi pod."""
+    The reason: any user's pod can have a ceph-csi pod's name."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -232,7 +232,7 @@ class ActionSettings(kit.settings.Section):
     would do."""
 
     detach_leaked: Mode = "off"
-    """Unmount a leaked private copy inside the namespace of its holder. off: only on command.
+    """Unmount a leaked private mount in its holder's mount namespace. off: only on command.
     dry-run: log what it would do. on: do it."""
     per_hour: ClassVar[int] = 10
     """Most actions in an hour."""
