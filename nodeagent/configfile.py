@@ -282,7 +282,7 @@ def _readable(
         written = node.value if isinstance(node, yaml.ScalarNode) else None
         found[path] = line, problem, written
     lines = sorted((at[0], _dotted(path), path) for path, at in found.items() if path not in below)
-    # To look for what is meant takes long; of a file of mistakes the first are told anyway.
+    # The search for similar keys is slow, and the error has the first mistakes only.
     meant = _meant((path, found[path][1]) for _, _, path in lines[: 2 * MOST_MISTAKES])
     lines = [at for at in lines if at[2] not in meant or found[at[2]][1]["type"] != "missing"]
     told = []

@@ -51,7 +51,7 @@ class CephSources:
         made.say()
 
     def _snapshot(self) -> None:
-        """By a client of its own: the one that wrote has let go of all that it had to write."""
+        """Make a snapshot by another client: the one that wrote the files has ended."""
         time.sleep(11)  # docs/cache.md: after the last write
         self.number += 1
         with self.cluster.mounted(self.place):

@@ -46,6 +46,7 @@ SSD = f"/{installed.STATE}/ssd"
 BUDGET = "1GiB"
 SSD_BYTES = 2 * 2**30
 SAMPLE_SECONDS, PROGRESS_SECONDS = 10.0, 60.0
+AWAY_SECONDS = 20.0  # of a source: longer than cache.source_timeout, so that the agent notices
 RESTARTS_UNTIL = 0.4  # of the time: then one process is watched for long
 CALM_SECONDS = 120.0
 WELL = {"complete", "partial"}
@@ -374,7 +375,7 @@ class Faults:
         time.sleep(seconds * PACE)
 
     def ask(self, dataset: str, verb: str, body: Any = None, tries: int = 3) -> bool:
-        """Whether the agent took it; a refusal is told."""
+        """Whether the agent accepted it. A refusal goes to the report."""
         for _ in range(tries):
             try:
                 self.soak.node.agent.tell(dataset, verb, body)
@@ -387,7 +388,7 @@ class Faults:
         return False
 
     def wait(self, dataset: str, *states: str, seconds: float = 60.0) -> None:
-        """Until it is in one of these states; told when it is not."""
+        """Wait until it is in one of these states. If it never is, the report says so."""
         end = time.monotonic() + seconds
         shown: dict[str, Any] = {}
         while time.monotonic() < end:
@@ -438,7 +439,7 @@ class Faults:
     def fault_Ceph_frozen(self) -> None:
         if self.soak.ceph:
             with self.soak.ceph.cluster.frozen("mds", "osd", "mon"):
-                time.sleep(20)
+                time.sleep(AWAY_SECONDS)
 
     def fault_rescan_without_change(self) -> None:
         for name in ("git-a", "links-a", "plain-c"):
@@ -447,7 +448,7 @@ class Faults:
 
     def fault_source_hung(self) -> None:
         with self.soak.sources.disk_fault(hang=True):
-            time.sleep(20)
+            time.sleep(AWAY_SECONDS)
 
     def fault_source_fails(self) -> None:
         with self.soak.sources.disk_fault(errno=5):
@@ -457,7 +458,7 @@ class Faults:
 
     def fault_source_stopped(self) -> None:
         with self.soak.sources.stopped("stopped-a", "squash-a"):
-            time.sleep(20)
+            time.sleep(AWAY_SECONDS)
 
     def fault_source_dies(self) -> None:
         with self.soak.sources.dead("stopped-a"):

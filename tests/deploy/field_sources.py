@@ -61,7 +61,7 @@ class Source:
             self.put(path, "".join(lines).encode())
 
     def put(self, path: str, data: bytes) -> str:
-        """Write a file in one step, as a rename does; readers are told later (``say``)."""
+        """Write a file and rename it to its place. ``say`` tells the readers of it."""
         said = hashlib.sha256(data).hexdigest()
         target = self.place / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class Source:
         return said
 
     def change(self, generator: random.Random) -> str:
-        """Change, add and delete some files. Readers are told before."""
+        """Change, add and delete some files. ``say`` tells the readers first."""
         names = [n for n in self.kept if not n.endswith("SUMS") and (self.place / n).exists()]
         changed, gone = generator.sample(names, 8), generator.sample(names, 4)
         self.made += 1

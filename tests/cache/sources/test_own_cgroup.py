@@ -62,6 +62,6 @@ def test_each_hierarchy_has_its_way_out(tmp_path: Path) -> None:
     assert cephfs_mount.cgroups(tmp_path) == [
         tmp_path / "cpuset", tmp_path / "devices" / cephfs_mount.CGROUP, own,
     ]  # fmt: skip
-    # All of v2: the cgroups below are no hierarchies.
+    # A node with v2 alone has one hierarchy, whatever cgroups lie below.
     assert cephfs_mount.cgroups(tmp_path / "unified") == [own]
     assert cephfs_mount.cgroups(tmp_path / "nowhere") == []
