@@ -1,7 +1,7 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
 DOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs --quiet build --strict
-.PHONY: setup run stop test test-long test-fresh test-guest test-fuzz test-faults test-kube-faults test-unit lint docs format bench bench-scale soak soak-node soak-follow lock pictures image image-lock release clean
+.PHONY: setup run stop test test-long test-fresh test-guest test-fuzz test-faults test-kube-faults test-unit lint docs format bench bench-scale soak soak-node soak-follow soak-field lock pictures image image-lock release clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
@@ -22,6 +22,7 @@ bench-scale: setup ; @$(PY) -m tests.bench.scale
 soak: ; @scripts/setup.sh full && SOAK_SECONDS=600 $(PY) -m tests.bench volume_audit
 soak-node: ; @scripts/setup.sh full && $(PY) -m tests.deploy.soak && SOAK_CYCLES=25 $(PY) -m pytest -q tests/deploy/test_node_rounds.py && SOAK_PODS=50 $(PY) -m pytest -q tests/deploy/test_node_csi.py
 soak-follow: ; @scripts/setup.sh full && FOLLOW_SECONDS=600 FOLLOW_EVERY=20 FOLLOW_SWAPS=100 $(PY) -m pytest -q -s tests/cache/test_follow.py
+soak-field: ; @scripts/setup.sh gate && $(PY) -m tests.deploy.field_soak
 lock: setup ; @scripts/lock.sh
 pictures: ; @scripts/setup.sh full && .venv/bin/uv pip install --quiet --require-hashes --target build/pictures -r locks/pictures.txt && PYTHONPATH=build/pictures $(PY) scripts/dashboard_pictures.py
 image: ; @scripts/setup.sh full && $(PY) scripts/image.py build

@@ -78,6 +78,8 @@ def _row(shown: status.ShownDataset, pods: Sequence[str]) -> Sequence[Cell]:
     files, data, update = shown.files, shown.bytes, shown.update
     served = shown.served_by
     version = [Cell(shown.snapshot or shown.freshness)]
+    unlisted = not files.total and shown.state != "complete"
+    counted = "" if unlisted else f"{files.done:,} of {_about(shown)}{files.total:,} files"
     if update is not None:
         version.append(Cell(f"{update.snapshot or 'the next'} comes: {update.state}", "mid"))
     return (
@@ -90,10 +92,10 @@ def _row(shown: status.ShownDataset, pods: Sequence[str]) -> Sequence[Cell]:
         readers(pods, shown.used_by),
         hits_cell(shown),
         Cell(
-            f"{size(data.done)} of {size(data.total)}",
-            progress=(data.done, max(data.total, 1)),
+            "not listed yet" if unlisted else f"{size(data.done)} of {size(data.total)}",
+            progress=None if unlisted else (data.done, max(data.total, 1)),
             spark=shown.rate.history,
-            below=_below(shown, f"{files.done:,} of {_about(shown)}{files.total:,} files"),
+            below=_below(shown, counted),
         ),
         Cell(size(shown.store_bytes), number=True),
         Cell(shown.generation, style="code", below=version),
@@ -145,7 +147,7 @@ def _about(shown: status.ShownDataset) -> str:
 def _below(shown: status.ShownDataset, counted: str) -> list[Cell]:
     """What is stored in files, how fast more comes, and what could not be."""
     rate, left = shown.rate, shown.eta_seconds
-    found = [Cell(counted)]
+    found = [Cell(counted)] if counted else []
     if shown.phase:
         eta = "" if left is None else f", {kit.units.format_duration(left)} left"
         found.append(Cell(f"{rate.files:,.0f} files/s, {kit.units.format_size(rate.bytes)}/s{eta}"))

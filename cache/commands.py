@@ -1,6 +1,7 @@
 """``nodeagent dataset``: a client of the admin API."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from kit.terminal import Shown
 # Exit codes of commands that wait, beside those of kit.errors (docs/cli.md).
 PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
+_HELD_SECONDS = 30.0  # the agent has tried again by then
+_GIVEN_UP = ("cancelled", "evicted", "removed")
+_MOVING = ("queued", "scanning", "filling", "verifying")
 
 _name = click.argument("name", **terminal.completing("/v1/datasets", "datasets", "name"))
 
@@ -210,7 +214,7 @@ def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -
     """Fill the store with NAME; continue after a pause, a cancel or a failure."""
     shown = terminal.call(ctx, "POST", _path(name, "/warm"), {"now": now})
     if wait:
-        shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
+        shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json, fills=True))
     if as_json:
         terminal.print_json(shown)
     elif shown["state"] == "complete":
@@ -224,30 +228,72 @@ def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -
 
 
 def _warm_ended(d: dict[str, Any]) -> bool:
-    if d["state"] in ("waiting", "failed"):
-        return bool(d["why"])
-    return d["state"] in ("complete", "partial", "cancelled", "removed")
+    return d["state"] in ("complete", "partial", *_GIVEN_UP)
 
 
-def _judge(d: dict[str, Any]) -> None:
-    name = d["name"]
-    thing, remedy = f"dataset {name}", f"see 'nodeagent dataset show {name}'"
+def _held(d: dict[str, Any]) -> tuple[str, bool]:
+    """What keeps a fill or an update from going on, in words; whether it is worth an end."""
+    name, new = d["name"], d.get("update")
+    if d["state"] in _MOVING:
+        return "", False
+    why = (new or d)["why"].removeprefix(f"dataset {name}: ")
+    if new:
+        turn = why.startswith("waits for ")  # it is somebody else's
+        said = f"update of {name} {why if turn else f'waits: {why}'}"
+        return (said, not turn) if why else ("", False)
+    unseen = d["state"] == "waiting" and not why  # its source was not asked yet
+    if unseen or d["state"] not in ("waiting", "failed", "paused", "partial", *_GIVEN_UP):
+        return "", False
+    said = f"{name} is {d['state']}"
+    return (f"{said}: {why}" if why else said), d["state"] != "paused"
+
+
+def _judge(d: dict[str, Any], update: str = "") -> None:
+    """NotFinishedError says how it ended, if not well. ``update``: the word of one, or nothing."""
+    thing, remedy = f"dataset {d['name']}", f"see 'nodeagent dataset show {d['name']}'"
+    why, code = d["why"].removeprefix(f"{thing}: "), kit.errors.SourceError.exit_code
+    ends = ("complete", "waiting", "failed", "partial", *_GIVEN_UP)
+    # Where nothing else can be said, a fill waits for the update.
+    if (new := d.get("update")) and (update or d["state"] not in ends):
+        code = PARTIAL if new["state"] == "partial" else code
+        remedy = f"see 'nodeagent dataset show {d['name']} --failures'"
+        raise NotFinishedError(code, f"{update or 'update'} of {d['name']}", new["why"], remedy)
     if d["state"] in ("waiting", "failed"):
-        why = d["why"].removeprefix(f"{thing}: ")
-        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, why, "")
+        raise NotFinishedError(STOPPED if d["state"] == "failed" else code, thing, why, "")
     if d["state"] == "partial":
         raise NotFinishedError(PARTIAL, thing, f"only partly stored: {d['why']}", remedy)
-    if d["state"] in ("cancelled", "removed"):
+    if d["state"] in _GIVEN_UP:
         raise NotFinishedError(STOPPED, thing, f"it was {d['state']}", remedy)
 
 
-async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
-    """Show the progress of a dataset until ``ended``; the dataset then."""
-    stream = ctx.client().lines(_path(name, "/progress"))
+class _Patience:
+    """Of a command that waits."""
+
+    def __init__(self) -> None:
+        self._reasons = terminal.Reasons()
+        self._done, self._held_since = -1, math.inf
+
+    def ends(self, d: dict[str, Any]) -> bool:
+        """Whether what holds it up has done so for too long. Says what that is."""
+        (why, grave), now, done = _held(d), time.monotonic(), _filled(d)["bytes"]["done"]
+        self._reasons.tell(why)
+        if done != self._done or not grave:
+            self._done, self._held_since = done, math.inf
+        if grave:
+            self._held_since = min(self._held_since, now)
+        return grave and now - self._held_since >= _HELD_SECONDS
+
+
+async def _follow(
+    ctx: CommandContext, name: str, ended: Any, *, quiet: bool, fills: bool = False
+) -> dict[str, Any]:
+    """Show the progress of a dataset until ``ended``; the dataset then. ``fills``: also until it is
+    clear that nothing more comes."""
+    stream, patience = ctx.client().lines(_path(name, "/progress")), _Patience()
     if not quiet:
         stream = (_with_bar if terminal.on_terminal() else _with_lines)(stream)
     async for last in stream:
-        if ended(last):
+        if ended(last) or (fills and patience.ends(last)):
             found: dict[str, Any] = last
             return found
     raise NotFinishedError(
@@ -383,14 +429,15 @@ def update(ctx: CommandContext, name: str, snapshot: str, wait: bool, as_json: b
     """Take NAME to another snapshot; what serves goes on serving until that one is complete."""
     shown = terminal.call(ctx, "POST", _path(name, "/update"), {"snapshot": snapshot})
     if wait:
-        shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, snapshot), quiet=as_json))
+        shown = asyncio.run(
+            _follow(ctx, name, lambda d: _update_ended(d, snapshot), quiet=as_json, fills=True)
+        )
     terminal.show((shown, _update_lines), as_json=as_json)
-    if wait and shown.get("update"):
-        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset show {name} --failures'"
-        raise NotFinishedError(PARTIAL, f"update of {name}", why, remedy)
+    if wait:
+        _judge(shown, "update")
 
 
-def _update_ended(d: dict[str, Any], snapshot: str) -> bool:
+def _update_ended(d: dict[str, Any], snapshot: str = "") -> bool:
     if (next_one := d.get("update")) is not None:
         return next_one["state"] == "partial" and bool(next_one["why"])
     return d["state"] == "complete" and (not snapshot or d["snapshot"] == snapshot)
@@ -416,13 +463,13 @@ def rescan(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
     shown = terminal.call(ctx, "POST", _path(name, "/rescan"))
     before = shown["generation"]
     if wait:
-        shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, ""), quiet=as_json))
+        shown = asyncio.run(_follow(ctx, name, _update_ended, quiet=as_json, fills=True))
     terminal.show((shown, _update_lines), as_json=as_json)
-    if wait and (shown.get("update") or shown["generation"] == before):
-        why = (shown.get("update") or {"why": "it was cancelled"})["why"]
-        remedy = f"see 'nodeagent dataset show {name} --failures'"
-        raise NotFinishedError(PARTIAL if shown.get("update") else STOPPED, f"rescan of {name}",
-                               why, remedy)  # fmt: skip
+    if wait:
+        _judge(shown, "rescan")
+        if shown["generation"] == before:
+            remedy = f"see 'nodeagent dataset show {name}'"
+            raise NotFinishedError(STOPPED, f"rescan of {name}", "it was cancelled", remedy)
 
 
 @terminal.command(dataset, "publish-manifest")

@@ -8,6 +8,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
+import kit.slips
 import kube.settings
 from cache.views import closed
 
@@ -243,7 +244,7 @@ class DatasetSettings(kit.settings.Section):
     Equal priority: fills go by name, and the least recently used dataset is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    The agent keeps nearly the same files each time."""
+    A new generation stores nearly the same files."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False
@@ -266,6 +267,8 @@ class DatasetSettings(kit.settings.Section):
     def _no_live_tree(cls, data: object) -> object:
         if isinstance(data, dict):
             freshness = data.get("freshness")
+            if "freshness" not in data and kit.slips.close("freshness", [*map(str, data)]):
+                return data  # a misspelt one is told as such
             if freshness is None:
                 raise ValueError(f"freshness is missing; {LIVE_TREE}")
             if freshness not in ("snapshot", "follow", "frozen"):

@@ -190,16 +190,20 @@ def of_dataset(shown: Dataset) -> ShownDataset:
 
 
 def _update(shown: Dataset) -> ShownUpdate | None:
+    lost = str(shown.next_trouble or "")
     if (next_one := shown.next) is None:
         wanted = choices.pending(shown)  # a rescan that is about to begin
-        return None if wanted is None else ShownUpdate(wanted)
+        return None if wanted is None else ShownUpdate(wanted, why=lost)
     figures = next_one.figures
     waits = shown.waits_for() if next_one.queued else ""
+    why = lost if next_one.reached is None and lost else next_one.record.why
+    if next_one.queued:  # the record has why its last fill ended
+        why = f"waits for {waits}" if waits else ""
     return ShownUpdate(
         generation=next_one.id,
         snapshot=next_one.record.snapshot,
         state=next_one.record.state,
-        why=f"waits for {waits}" if waits else next_one.record.why,
+        why=why,
         files=ShownStored(figures.files, figures.done_files),
         bytes=ShownStored(figures.bytes, figures.done_bytes),
     )
@@ -619,7 +623,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Each dataset has a last complete scrub. This is the oldest of their times."
+    text = "Unix time of a dataset's last complete scrub. Of all datasets, the earliest."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

@@ -22,7 +22,6 @@ from cache.views import by_id, view
 from kit.traces import Trace
 from linux import mountinfo, mounts
 
-_CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 _STATE = (
     *("datasets", "scratch", kinds.MEMORIES, records.FOLDER),
     *("cache-disk.json", "cache-trust.json", "dataset-uses.json"),
@@ -49,8 +48,8 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     sources = kinds.home(Path(os.path.realpath(state_dir)))
     found += [Trace("source mount", str(folder)) for folder in _folders(sources)]
     found += [
-        Trace("cgroup", str(root / cephfs_mount.CGROUP)) for root in _CGROUPS
-        if _only_ours(root / cephfs_mount.CGROUP, sources)
+        Trace("cgroup", str(folder)) for folder in cephfs_mount.cgroups()
+        if folder.name == cephfs_mount.CGROUP and _only_ours(folder, sources)
     ]  # fmt: skip
     if (Path(store) / disk.MARKER).exists():
         found.append(Trace("store", store))

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Install the agent on a host without Kubernetes: an environment in /opt/nodeagent from the wheel file, the systemd unit,
-# and a settings file if there is none. You can run it again. It then installs the wheel, and restarts an agent that runs.
+# and a settings file if there is none. If you run it again, it installs the wheel and restarts the agent.
 #   install.sh --wheel FILE [--lock FILE] [--prefix DIR] [--root DIR] [--python PROGRAM] [--gpu]
 #   --wheel   nodeagent-VERSION-….whl of a release. Nothing named nodeagent is taken from an index: the name is not ours there
 #   --lock    libraries with hashes (locks/runtime.txt of the same release); beside the wheel it is found by itself

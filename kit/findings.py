@@ -36,7 +36,13 @@ class Finding:
 
 def said(subject: str, message: str) -> str:
     """What it is about and what is wrong with it; many messages begin with their subject."""
-    return message if message.startswith(subject) else f"{subject}: {message}"
+    return f"{subject}: {message}" if without(subject, message) == message else message
+
+
+def without(subject: str, message: str) -> str:
+    """The message without its subject at its beginning, for a place that shows both."""
+    rest = message.removeprefix(subject)
+    return message if rest[:1].isalnum() else rest.removeprefix(":").lstrip() or message
 
 
 def damaged(where: str, name: str, why: str, assumed: str) -> Finding:

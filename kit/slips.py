@@ -137,7 +137,10 @@ def cause(problem: Any, written: str | None = None, keys: Sequence[str] = ()) ->
         case "literal_error" | "enum":
             return f"{shown} is not one of {context['expected']}"
         case "union_tag_not_found":
-            return f"{context['discriminator']} is missing: it says what this is"
+            key = context["discriminator"]
+            near = close(key.strip("'"), [*map(str, given)] if isinstance(given, dict) else [])
+            asked = f"; did you write {near[0]!r} for it?" if near else ""
+            return f"{key} is missing: it says what this is{asked}"
         case "union_tag_invalid":
             key, value, known = (
                 context[each] for each in ("discriminator", "tag", "expected_tags")
@@ -151,12 +154,16 @@ def cause(problem: Any, written: str | None = None, keys: Sequence[str] = ()) ->
     return str(problem["msg"]).removeprefix("Value error, ")
 
 
-def _meant(word: str, known: Sequence[str]) -> str:
-    """``; did you mean 'budget'?``, or what there is."""
+def close(word: str, known: Sequence[str]) -> list[str]:
+    """The known word that a misspelt one is like; empty where none is."""
     import difflib  # only where something is wrong
 
-    close = difflib.get_close_matches(word[:LONGEST_NAME], known, 1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    return difflib.get_close_matches(word[:LONGEST_NAME], known, 1)
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """``; did you mean 'budget'?``, or what there is."""
+    if near := close(word, known):
+        return f"; did you mean {near[0]!r}?"
     one_of = "one of " if len(known) > 1 else ""
     return f"; use {one_of}{', '.join(map(repr, known))}" if known else ""

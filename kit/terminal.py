@@ -11,10 +11,13 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +40,12 @@ class Coloured:
 
 
 COMPLETION_SECONDS = 1.0
+REASON_SECONDS = 60.0
+LEAST_LAST = 24  # characters of a last column: a sentence is hard to read in fewer
+LEAST_BROKEN = 12  # of a column whose words have to be broken
+_TIE = "\xa0"
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|min|h|d|pods?)\b|%)|(?<=B) (?=of \d)")
+_FIGURE = re.compile(rf"[\d.,%<>/():-]*(?:{_TIE}[\w%/]+)*|of|to")
 Line = str | tuple[str | Coloured, ...]
 Lines = Callable[[Any], Iterable[Line]]
 # What a command shows: a value, a function that puts it in lines of text, and one for wide lines.
@@ -146,12 +155,13 @@ def folded(line: Line, columns: int) -> Iterator[Line]:
     if width(line) <= columns or not isinstance(last, str):
         yield line
         return
-    text = plain(last)
+    text = _tied(plain(last))
     indent = " " * (len(text) - len(text.lstrip())) if not front else "  "
     wrapped = textwrap.wrap(
         "x" * width(tuple(front)) + text, columns, subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+    wrapped = [each.replace(_TIE, " ") for each in wrapped]
     yield (*front, wrapped[0][width(tuple(front)) :]) if front else wrapped[0]
     yield from wrapped[1:]
 
@@ -203,37 +213,82 @@ def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], columns: int | None = None
 ) -> Iterator[str]:
     """Columns as wide as their content; plain text, so that it can be cut and grepped. On a
-    terminal (``columns``: its width) the widest become narrower, and their cells take more lines.
-    """
+    terminal (``columns``: its width) a column without content is left out, and columns become
+    narrower, so that their cells take more lines."""
     columns = columns or columns_of_output()
-    shown = [[plain(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
-    least = [max(len(w) for row in shown for w in (*row[i].split(), "")) for i in range(len(head))]
-    # A path may be as wide as the terminal: what is last then stands below its row.
-    below = bool(columns) and len(head) > 1 and sum(least) + 2 * len(head) - 2 > (columns or 0)
-    if below:
-        widths.pop()
-    while columns and sum(widths) + 2 * len(widths) - 2 > columns:
-        widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
-        if widths[widest] <= least[widest]:
-            break  # words alone are wider than that
-        widths[widest] -= 1
+    shown = [[_tied(plain(cell)) for cell in row] for row in (head, *rows)]
+    if columns and rows:
+        full = [i for i in range(len(head)) if any(row[i] for row in shown[1:])]
+        shown = [[row[i] for i in full] for row in shown]
+    widths = _widths(shown, columns)
     for row in shown:
-        yield from _lines_of_row(row[:-1] if below else row, widths)
-        if below and row[-1]:
-            yield f"    {row[-1]}"
+        yield from _lines_of_row(row, widths)
+        for cell in row[len(widths) :]:
+            if cell not in ("", "-"):
+                yield f"    {cell}".replace(_TIE, " ")
+
+
+def _widths(rows: Sequence[Sequence[str]], columns: int | None) -> list[int]:
+    """How wide each column is; what has no room beside the others stands below its row: the last
+    one before a word is broken, more where even broken words do not fit."""
+    cells = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in cells]
+    if columns is None or not widths:
+        return widths
+    least = [max(len(w) for cell in column for w in cell.split(" ")) for column in cells]
+    # Enough for all but the head, which may fold.
+    bodies = [max(map(len, (*head.split(" "), *column))) for head, *column in cells]
+    texts = [i for i, (_, *body) in enumerate(cells) if not all(map(_has_figures_alone, body))]
+    if texts[-1:] == [len(widths) - 1]:
+        least[-1] = max(least[-1], min(widths[-1], LEAST_LAST))
+    if sum(least) + 2 * len(least) - 2 > columns:
+        widths = widths[: max(1, len(widths) - 1)]
+    broken = [min(each, LEAST_BROKEN) if i in texts else each for i, each in enumerate(least)]
+    while len(widths) > 1 and sum(broken[: len(widths)]) + 2 * len(widths) - 2 > columns:
+        widths.pop()
+    room, every = columns - 2 * len(widths) + 2, range(len(widths))
+    texts = [i for i in texts if i in every]
+    # The longest words are broken first.
+    steps = [(least, texts), (bodies, every), (least, every)]
+    for narrow in (LEAST_LAST, LEAST_BROKEN):
+        steps += [([narrow] * len(least), [i]) for i in sorted(texts, key=lambda i: -least[i])]
+    for narrowest, among in steps:
+        while sum(widths) > room and (can := [i for i in among if widths[i] > narrowest[i]]):
+            widths[max(can, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _has_figures_alone(cell: str) -> bool:
+    return all(map(_FIGURE.fullmatch, cell.split(" ")))
 
 
 def _lines_of_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     cells = [
-        textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-        if len(cell) > width
-        else [cell]
+        textwrap.wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]
         for cell, width in zip(row, widths, strict=False)
     ]
     for line in itertools.zip_longest(*cells, fillvalue=""):
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=False))
-        yield "  ".join(padded).rstrip()
+        yield "  ".join(padded).rstrip().replace(_TIE, " ")
+
+
+def _tied(text: str) -> str:
+    """``text`` (plain, so that it has no tie) with its units tied to their numbers: a tie is no
+    place to fold at."""
+    return _UNIT.sub(_TIE, text)
+
+
+class Reasons:
+    """Says what a command waits for: when that changes, once in ``REASON_SECONDS`` at most."""
+
+    def __init__(self) -> None:
+        self._said, self._at = "", -math.inf
+
+    def tell(self, why: str) -> None:
+        now = time.monotonic()
+        if why not in ("", self._said) and now - self._at >= REASON_SECONDS:
+            self._said, self._at = why, now
+            say(why, error=True)
 
 
 def asks() -> bool:

@@ -49,7 +49,7 @@ def _read_luks(descriptor: int, size: int) -> bytes:
 FOUND, NOTHING, AMBIVALENT = 0, 1, -2  # results of blkid_do_safeprobe; any other is an error
 # BLKID_SUBLKS_*: label, uuid, type, usage, version, magic, and superblocks with a bad checksum.
 _SUPERBLOCKS = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10
-_MAGIC_OF_TABLES = 1 << 2  # BLKID_PARTS_MAGIC
+_MAGIC_OF_TABLES = 1 << 3  # BLKID_PARTS_MAGIC
 SECTOR_BYTES = 512  # of libblkid's figures
 
 

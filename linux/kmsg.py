@@ -4,6 +4,16 @@ import errno
 import os
 from dataclasses import dataclass
 
+# What the kernel prints when a device's reads or writes fail, by name: regular expressions with the
+# group ``device``. From Linux 5.15 to 6.12: block/blk-core.c, fs/buffer.c, fs/ext4/page-io.c.
+# "operation not supported" is left out: mkfs causes it on a healthy device. The kernel writes a new
+# line within a record as its number.
+IO_ERRORS = {
+    "block-io-error": r"(?:(?<!not supported) error, dev |Buffer I/O error on dev(?:ice)? )"
+    r"(?P<device>[\w-]+), (?:sector|logical block) \d+",
+    "beyond-end-of-device": r"attempt to access beyond end of device\\x0a(?P<device>[\w-]+): rw=",
+}
+
 
 @dataclass(frozen=True)
 class Record:

@@ -31,6 +31,16 @@ def name_of(pid: int | str) -> str:
     return Path(f"/proc/{pid}/comm").read_bytes().strip().decode(errors="replace")
 
 
+def reads(pid: int) -> int | None:
+    """How many reads of a process were answered, its threads' too, failed ones too. None when it
+    has ended, or the kernel does not count them."""
+    try:
+        figures = Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return None
+    return int(figures.partition("syscr: ")[2].split()[0])
+
+
 def pod_and_container(cgroup: str) -> tuple[str, str]:
     """The innermost pod UID and container id in paths of cgroups; '' for each that is missing."""
     pods, containers = _POD.findall(cgroup), _CONTAINER.findall(cgroup)

@@ -88,27 +88,22 @@ def _unusable(problem: str) -> kit.findings.Finding:
 class Agent:
     """Runs the components of one settings file until a signal ends it.
 
-    ``last_good``: where a copy of good settings is kept. ``problem``: why the file's own settings
-    are not those that are given.
+    ``last_good``: where a copy of good settings is kept.
     """
 
     def __init__(
-        self,
-        config: Path,
-        settings: Settings,
-        last_good: Path | None = None,
-        problem: str = "",
+        self, config: Path, loaded: configfile.Loaded, last_good: Path | None = None
     ) -> None:
         self.config = config
         self._last_good = last_good
-        self._file = settings
-        self._loaded = configfile.look(config)
-        asked = settings.kubernetes
+        self._file = loaded.settings
+        self._data = loaded.data  # of the settings file, as it was last judged
+        asked = self._file.kubernetes
         self._cluster = (
-            None if asked is None or not asked.objects else service.Cluster(asked, settings)
+            None if asked is None or not asked.objects else service.Cluster(asked, self._file)
         )
         self.state = state.build(self._merged())
-        self._judge(problem)
+        self._judge(loaded.problem)
         self.state.metrics.append(self._figures)
         self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
@@ -182,11 +177,11 @@ class Agent:
 
     async def _keep(self) -> None:
         """Keep a copy of the settings in force."""
-        if self._last_good is None or self.state.config_error:
+        if self._last_good is None or self.state.config_error or self._data is None:
             return
-        paths = str(self.config), str(self._last_good)
+        copy = str(self._last_good), self._data.decode()
         try:
-            missed = await kit.child.call(configfile.keep, *paths, deadline=KEEP_SECONDS)
+            missed = await kit.child.call(configfile.keep, *copy, deadline=KEEP_SECONDS)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             missed = f"no copy of the settings is kept at {self._last_good} ({error})"
         if missed:
@@ -194,10 +189,11 @@ class Agent:
 
     async def _follow_settings(self) -> None:
         await self._keep()
-        async for _ in configfile.changes(self.config, self._loaded):
+        async for data in configfile.changes(self.config, self._data):
+            self._data = data
             try:
                 # Beside the loop: a large file with many mistakes takes seconds.
-                new = await asyncio.to_thread(configfile.load, self.config)
+                new = await asyncio.to_thread(configfile.load, self.config, data)
             except kit.errors.SettingsError as error:
                 self._judge(str(error))
                 log.error(

@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import typing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,10 +47,11 @@ def locate(given: Path | None) -> Path:
     return given or Path(os.environ.get(ENVIRONMENT) or DEFAULT_PATH)
 
 
-def load(path: Path) -> "Settings":
-    """The settings in ``path``. SettingsError names the file, the line, the cause and a remedy."""
+def load(path: Path, data: bytes | None = None) -> "Settings":
+    """The settings in ``path``, or in ``data``, which ``look`` gave of it. SettingsError names the
+    file, the line, the cause and a remedy."""
     try:
-        text = read(path).decode("utf-8")
+        text = (read(path) if data is None else data).decode("utf-8")
     except FileNotFoundError as error:
         raise kit.errors.SettingsError(
             str(path),
@@ -76,9 +77,9 @@ def read(path: Path) -> bytes:
     return kit.files.read_small(path, LARGEST_FILE)
 
 
-async def changes(path: Path, last: bytes | None) -> AsyncIterator[None]:
-    """One item whenever the bytes of ``path`` differ from those at the last item, or it is gone.
-    ``last``: what ``look`` gave when it was loaded.
+async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]:
+    """The bytes of ``path`` whenever they differ from those at the last item; None: it is gone.
+    ``last``: those that were loaded.
 
     The file is small, so it is read again and again: kubelet swaps a link beside it, an editor
     replaces it, a network file system tells nobody.
@@ -90,7 +91,7 @@ async def changes(path: Path, last: bytes | None) -> AsyncIterator[None]:
             await asyncio.sleep(SETTLE_SECONDS)
             if await asyncio.to_thread(look, path) == now:
                 last = now
-                yield
+                yield now
 
 
 def look(path: Path) -> bytes | None:
@@ -101,25 +102,34 @@ def look(path: Path) -> bytes | None:
         return None
 
 
-def load_or_last(path: Path, last_good: Path | None) -> "tuple[Settings, str]":
-    """The settings in ``path`` and an empty text. When they cannot be used: those in ``last_good``,
-    and why. SettingsError when neither can be used."""
+@dataclass(frozen=True)
+class Loaded:
+    """``data``: what was in the file. ``problem``: why these settings are not its own, or ""."""
+
+    settings: "Settings"
+    data: bytes | None = None
+    problem: str = ""
+
+
+def load_or_last(path: Path, last_good: Path | None) -> Loaded:
+    """The settings in ``path``; when they cannot be used, those in ``last_good``. SettingsError
+    when neither can be used."""
+    data = look(path)  # once: another file may take its place while this one is parsed
     try:
-        settings = load(path)
+        return Loaded(load(path, data), data)
     except kit.errors.SettingsError as error:
         if last_good is None:
             raise
         try:
-            return load(last_good), str(error)
+            return Loaded(load(last_good), data, str(error))
         except kit.errors.SettingsError:
             raise error from None
-    return settings, ""
 
 
-def keep(path: str, last_good: str) -> str:
-    """Copy settings that were found good. Returns why no copy could be made, or nothing."""
+def keep(last_good: str, text: str) -> str:
+    """Keep the text of settings that were found good. Returns why it could not, or nothing."""
     try:
-        data, copy = read(Path(path)), Path(last_good)
+        data, copy = text.encode(), Path(last_good)
         if not copy.exists() or copy.read_bytes() != data:
             copy.parent.mkdir(parents=True, exist_ok=True)
             kit.files.save(copy, data)
@@ -272,6 +282,9 @@ def _readable(
         written = node.value if isinstance(node, yaml.ScalarNode) else None
         found[path] = line, problem, written
     lines = sorted((at[0], _dotted(path), path) for path, at in found.items() if path not in below)
+    # The search for similar keys is slow, and the error has the first mistakes only.
+    meant = _meant((path, found[path][1]) for _, _, path in lines[: 2 * MOST_MISTAKES])
+    lines = [at for at in lines if at[2] not in meant or found[at[2]][1]["type"] != "missing"]
     told = []
     for line, name, path in lines[:MOST_MISTAKES]:
         _, problem, written = found[path]
@@ -290,6 +303,17 @@ def _readable(
     made = kit.errors.SettingsError(thing, all_of_them, remedy)
     made.lines = [*map(kit.redact.text, told), remedy] if len(told) > 1 else ()
     return made
+
+
+def _meant(found: "Iterable[tuple[Place, pydantic_core.ErrorDetails]]") -> "set[Place]":
+    """What the unknown keys among mistakes stand for, where that is one key."""
+    meant: set[Place] = set()
+    for path, problem in found:
+        if problem["type"] == "extra_forbidden":
+            known = _known(problem)
+            near = kit.slips.close(str(path[-1]), known) or known
+            meant |= {(*path[:-1], *near)} if len(near) == 1 else set()
+    return meant
 
 
 def _known(problem: "pydantic_core.ErrorDetails") -> list[str]:

@@ -63,19 +63,23 @@ class Context:
         from nodeagent.settings import Settings
 
         try:
-            settings, problem = configfile.load_or_last(self.config, last_good)
+            loaded = configfile.load_or_last(self.config, last_good)
         except kit.errors.SettingsError as error:
             state_dir = configfile.glean(self.config).state_dir
             return kit.room.RoomSection(None, state_dir or Settings().state_dir, error)
         used = self.config
-        if problem and last_good is not None:
-            terminal.say(f"nodeagent: {problem}; {last_good} is used instead", error=True)
+        if loaded.problem and last_good is not None:
+            terminal.say(f"nodeagent: {loaded.problem}; {last_good} is used instead", error=True)
             used = last_good
-        elif last_good and (missed := configfile.keep(str(self.config), str(last_good))):
+        elif (
+            last_good
+            and loaded.data is not None
+            and (missed := configfile.keep(str(last_good), loaded.data.decode()))
+        ):
             terminal.say(f"nodeagent: {missed}", error=True)
-        found = getattr(settings, room)
+        found = getattr(loaded.settings, room)
         off = found is None and room in configfile.glean(used).off
-        return kit.room.RoomSection(found, settings.state_dir, None, off)
+        return kit.room.RoomSection(found, loaded.settings.state_dir, None, off)
 
 
 class _Room(click.Group):
@@ -136,7 +140,7 @@ def run(ctx: Context, last_good: Path | None) -> None:
     """Run the agent in the foreground until SIGTERM or SIGINT."""
     from nodeagent import app, logs  # clients of the API do not pay for the server
 
-    settings, problem = configfile.load_or_last(ctx.config, last_good)
+    loaded = configfile.load_or_last(ctx.config, last_good)
     if os.geteuid() != 0:
         raise kit.errors.HostError(
             "nodeagent run",
@@ -146,7 +150,7 @@ def run(ctx: Context, last_good: Path | None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # a core would have keys and tokens
     logs.configure()
-    asyncio.run(app.Agent(ctx.config, settings, last_good, problem).run())
+    asyncio.run(app.Agent(ctx.config, loaded, last_good).run())
 
 
 @cli.command()

@@ -18,6 +18,7 @@ from preheat.registry import estimate
 MOST_ROWS = 200
 _TONES = {"ready": "good", "failed": "bad", "refused": "bad", "skipped": "bad"}
 
+_UNSIZED = "size not known yet"
 _EMPTY = (
     "No image yet. Name one in the settings (preheat.images), make an ImageSet in the cluster, or "
     "say 'nodeagent image preheat REF'."
@@ -64,8 +65,8 @@ def _row(row: status.Status) -> Sequence[Cell]:
         Cell(row.ref, style="strong", below=[Cell(row.digest[:19], style="code")]),
         Cell(row.state, tone=_TONES.get(row.state, "mid"), below=[Cell(kept)]),
         Cell(
-            f"{size(row.bytes_done)} of {size(row.bytes_total)}",
-            progress=(row.bytes_done, max(row.bytes_total, 1)),
+            f"{size(row.bytes_done)} of {size(row.bytes_total)}" if row.bytes_total else _UNSIZED,
+            progress=(row.bytes_done, row.bytes_total) if row.bytes_total else None,
             below=[Cell(f"{size(row.bytes_per_second)}/s")] if pulls else [],
         ),
         Cell(below=[Cell(row.reason)] if row.reason else [], wide=True),

@@ -156,9 +156,13 @@ async def _wait(ctx: CommandContext, row: dict[str, Any], quiet: bool) -> dict[s
         transient=True,
     )
     query = f"/v1/images/watch?ref={urllib.parse.quote(row['ref'], safe='')}"
+    reasons = terminal.Reasons()
     with bar:
         task = bar.add_task("looking", total=None)
-        async for row in ctx.client().lines(query):
+        async for now in ctx.client().lines(query):
+            if row["reason"] and row["state"] != "looking":  # of the last one the error tells it
+                reasons.tell(f"{row['ref']} is {row['state']}: {row['reason']}")
+            row = now
             bar.update(
                 task,
                 description=row["state"],

@@ -124,8 +124,8 @@ class PreheatSettings(kube.settings.RoomSettings):
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
     pin_budget: kit.settings.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Maximum bytes of pinned images. Shared layers count once. Never more than the kubelet leaves
-    on the disk (imageGCLowThresholdPercent)."""
+    """Maximum bytes of pinned images. Shared layers count once. The agent never
+    pins more than the kubelet's imageGCLowThresholdPercent of the disk."""
     unknown_image: ClassVar[kit.settings.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""
@@ -135,9 +135,9 @@ class PreheatSettings(kube.settings.RoomSettings):
     """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
     if a listed image needs the budget, the agent releases it earlier. 0: at once."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """containerd ends all pins if no agent ran for this time (minimum 4h). The kubelet does not see
-    pins with an end: it deletes the images, and the agent restores them. Default: pins stay until
-    'nodeagent image release-all'."""
+    """containerd ends all pins if no agent ran for this time (minimum 4h). With this setting, the
+    kubelet does not see the pins: it deletes the images, and the agent restores them. Default: pins
+    stay until 'nodeagent image release-all'."""
     retain: RetainSettings | None = None
     """Keep images that pods used. Not set: off."""
     platform: Annotated[str, AfterValidator(_platform)] = ""

@@ -385,7 +385,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "Images that the settings no longer list and that are still pinned."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
-    text = "Unpacked layers of requested images that are not yet known to survive a power cut."
+    text = "Unpacked layers of requested images that a power cut can still damage."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
     text = "Pinned images that somebody removes again and again."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
@@ -402,7 +402,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
     text = "How often containerd stopped while the agent changed something in it."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes not downloaded: containers used images (use), or the agent healed them (heal)."
+    text = "Bytes not downloaded of images that containers used (use) or the agent healed (heal)."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
     text = "Removed pinned images that were not restored."

@@ -233,9 +233,8 @@ def _spec(intent: kit.room.Intent) -> Schema:
     }
     if intent.spread:
         spec["properties"]["spread"] = {
-            "description": "Number of selected nodes that keep the dataset. Not set: all. "
-            "status.chosen has their names. If a node joins or leaves, only its datasets move to "
-            "other nodes.",
+            "description": "How many of the selected nodes keep the dataset. Not set: all. "
+            "status.chosen lists these nodes. If a node joins or leaves, only its datasets move.",
             "type": "integer",
             "format": "int64",
             "minimum": 1,

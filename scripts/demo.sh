@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # `make run`: the agent in the foreground, with a small dataset in a local directory as its source.
-# Everything is below build/run. Ctrl-C ends the agent; the view stays until `make stop`.
+# Everything is below build/run. Ctrl-C ends the agent; the view stays until `make stop`. The terminal shows progress;
+# the agent's log goes to a file, and its end is shown when the agent fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD/build/run
@@ -38,6 +39,7 @@ cat <<T
 
   source     $source
   settings   $here/nodeagent.yaml
+  log        $here/agent.log
   read at    $here/views/demo/data      (what a training job would read)
   status     http://127.0.0.1:$port/     metrics: /metrics
   in another shell:
@@ -46,11 +48,16 @@ cat <<T
   Ctrl-C ends the agent; the kernel still serves the view. 'make stop' takes it down.
 
 T
-.venv/bin/nodeagent --config "$here/nodeagent.yaml" run &
-agent=$!
-trap 'kill -TERM $agent 2>/dev/null' INT TERM
+.venv/bin/nodeagent --config "$here/nodeagent.yaml" run >"$here/agent.log" 2>&1 &
+agent=$! asked=
+trap 'asked=1; kill -TERM $agent 2>/dev/null' INT TERM
 .venv/bin/python scripts/wait_api.py "http://127.0.0.1:$port" "$agent" &&
   .venv/bin/nodeagent --config "$here/nodeagent.yaml" dataset warm demo --wait || true
+while kill -0 $agent 2>/dev/null; do wait $agent || true; done  # a signal to us ends a wait
 status=0
-while kill -0 $agent 2>/dev/null; do wait $agent && status=0 || status=$?; done
+wait $agent || status=$?
+if [ "$status" != 0 ] && [ -z "$asked" ]; then
+  echo "make run: the agent ended with $status; the end of $here/agent.log:" >&2
+  tail -n 5 "$here/agent.log" >&2
+fi
 exit $status

@@ -80,10 +80,10 @@ SYMPTOMS = (
     ("API server restored from a backup", "docs/kubernetes.md#after-a-restore"),
     (
         "Volume attached on two nodes, or cannot move",
-        "leaked-mount, mapped-elsewhere",
+        "leaked-mount, staged-unused, mapped-elsewhere",
     ),
     ("Volume that held data is empty", "content-missing"),
-    ("Volume has I/O errors", "blocklisted-client, volume-unreadable"),
+    ("Volume has I/O errors", "blocklisted-client, volume-unreadable, file-system-errors"),
     ("Processes in state D", "probe-hangs, ChildrenAbandoned"),
     (
         "Node pulls an image that should be there",

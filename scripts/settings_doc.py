@@ -31,7 +31,8 @@ The agent reads one YAML file. It takes the first of these:
 3. `/etc/nodeagent/nodeagent.yaml`
 
 Check a file before you use it: `nodeagent config check FILE`. It prints the effective settings, or
-each mistake with its line.
+each mistake with its line. It reads this file alone, so you can run it anywhere. `nodeagent doctor`
+looks on the node for the file's sources, keys and disks.
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.

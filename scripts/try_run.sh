@@ -14,6 +14,8 @@ for _ in $(seq 120); do
   sleep 1
 done
 ask dataset list | grep complete || { tail -n 20 "$log"; say "the dataset was not complete after two minutes"; exit 1; }
+if grep '"level"' "$log"; then say "make run shows log lines amid its progress"; exit 1; fi
+grep -q '"level"' build/run/agent.log || { say "the agent's log is not in build/run/agent.log"; exit 1; }
 diff -r build/run/source build/run/views/demo/data
 files=$(find build/run/views/demo/data -type f | wc -l)
 kill -TERM "$run"; wait "$run" || true

@@ -64,9 +64,9 @@ def said(guard: Mapping[str, Any]) -> str:
     }.get(mode, f"The guard's mode is {mode}.")
     if not guard["in_force"]:
         does = f"The guard is not in force, although its mode is {mode}: {guard['reasons'][0]}."
-    permits = f" {leases} permits to format are open." if leases else ""
+    permits = f" Open permits to format: {leases}." if leases else ""
     denied = guard["denials"]
-    return f"{does}{permits}" + (f" {len(denied)} refusals are remembered." if denied else "")
+    return f"{does}{permits}" + (f" Refusals remembered: {len(denied)}." if denied else "")
 
 
 def _rules_by_device(found: Iterable[Finding]) -> dict[str, list[str]]:

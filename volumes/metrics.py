@@ -24,7 +24,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
     yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
-    text = "1: the kernel has the mode that is wanted: of an operator, else of the settings."
+    text = "1: the kernel has the operator's mode or, without one, the settings' mode."
     yield gauge("volumes_guard_in_force", text, not guard.in_force.problems())
     text = "Current findings of the guard; no series for a rule that finds nothing."
     yield gauge("volumes_guard_findings", text, Counter(each.rule for each in found), "rule")
@@ -82,7 +82,7 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     yield counter("volume_look_cpu_seconds", "CPU time of all scans.", scanner.cpu_seconds)
     text = "Child processes that hang in the kernel."
     yield gauge("volume_stuck_children", text, kit.processes.hanging())
-    text = "Log lines: seen, dropped above the limit, lost before they were read."
+    text = "Log lines by source (a name of logs.sources): seen, dropped above the limit, or lost."
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
     fates = {(name, fate): counts[fate] for name, counts in lines.items() for fate in LINE_FATES}
     yield counter("volume_log_lines", text, fates, "source", "fate")

@@ -78,12 +78,12 @@ class GuardSettings(kit.settings.Section):
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may open a guarded device for writing: the first 15 bytes of their names."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is not an option or
-    the value of an option. If any argument is a destructive command (cryptsetup luksFormat), the
-    program needs a lease."""
+    """Allowed commands: 'PROGRAM COMMAND'. The guard skips options and their values; the next
+    argument is COMMAND. A program with a destructive command among its arguments (cryptsetup
+    luksFormat) needs a lease."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """How long a lease lasts. Use more than 122 s, the kubelet's longest retry interval, and more
-    than one mkfs takes. After an unused lease, the next attempt gets a new one."""
+    """Length of a lease. Use more than the longest mkfs, and more than 122 s (the kubelet's longest
+    retry interval). After an unused lease, the next attempt gets a new one."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -91,7 +91,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """A device that does not answer in this time gets the verdict 'timeout'."""
+    """The verdict is 'timeout' after this time without an answered read, or when the probe lasts 20
+    times as long (limit: 45s, or this time if longer)."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
@@ -149,7 +150,7 @@ class WitnessSettings(kit.settings.Section):
     timeout: ClassVar[kit.settings.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
-    """Most requests of this node in a minute; marks use at most half of them."""
+    """Most requests of this node in a minute; half of them are kept for leases and repairs."""
     outage: ClassVar[kit.settings.Seconds] = 600.0
     """While the API server does not answer, a new volume is refused for so long; then the guard
     decides as without a cluster. With 'volumes.clusters' the cluster's 'nothing is allocated' ends
@@ -224,7 +225,7 @@ class LogSettings(kit.settings.Section):
         max_length=32,
     )
     """In directories named 'containers', the agent reads only logs of pods in these namespaces.
-    The reason: a pod of any user can have the name of a ceph-csi pod."""
+    The reason: any user's pod can have a ceph-csi pod's name."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -250,7 +251,7 @@ class ActionSettings(kit.settings.Section):
     would do."""
 
     detach_leaked: Mode = "off"
-    """Unmount a leaked private copy inside the namespace of its holder. off: only on command.
+    """Unmount a leaked private mount in its holder's mount namespace. off: only on command.
     dry-run: log what it would do. on: do it."""
     per_hour: ClassVar[int] = 10
     """Most actions in an hour."""

@@ -12,14 +12,15 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kit.errors
 import kit.files
+from cache.csi import volumes
 from cache.csi.volumes import VolumeLayout
 from cache.store import disk
-from linux import mountinfo, mounts, procfs
+from linux import mountinfo, mounts, procfs, syscalls
 
 VIEW = "data"
 MOST_TRIES = 5  # the view is swapped a few times in the life of a dataset
@@ -41,13 +42,17 @@ def publish(target: str, view: str, layout: str, record: str) -> bool:
         )  # fmt: skip
     if mountinfo.at(target, own):
         return False
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(target, 0o750)
+    with _in_place(target) as name:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o750)
+        if os.path.islink(name):
+            raise volumes.linked(target)
     for _ in range(MOST_TRIES):
         _attach(target, view, VolumeLayout(layout), record)
         if layout == VolumeLayout.DIRECT or _same(view, f"{target}/{VIEW}"):
             return True
-        _detach(target)  # the view was swapped between the copy and its attachment
+        with _in_place(target) as name:
+            _detach(name)  # the view was swapped between the copy and its attachment
     raise kit.errors.RefusedError(f"view {view}", "it changes all the time", "it is tried again")
 
 
@@ -75,7 +80,20 @@ def _attach(
         mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
         if not os.path.exists(record):
             raise kit.errors.RefusedError(f"volume {target}", "it was unpublished meanwhile", "")
-        put(tree, target)
+        with _in_place(target) as name:
+            put(tree, name)
+
+
+@contextlib.contextmanager
+def _in_place(target: str) -> Iterator[str]:
+    """A path of ``target`` that no link leads elsewhere while the block runs, whoever else may
+    write to a pod's folder. OSError, ELOOP for a link that was put there meanwhile."""
+    folder = syscalls.open_without_links(os.path.dirname(target), os.O_PATH | os.O_DIRECTORY)
+    with kit.files.closing(folder):
+        try:
+            yield f"/proc/self/fd/{folder}/{os.path.basename(target)}"
+        except OSError as error:  # an Event of the pod has its text
+            raise OSError(error.errno, error.strerror, target) from error
 
 
 def _refuse_closed(folder: str) -> None:
@@ -112,9 +130,10 @@ def _detach(target: str) -> None:
 
 def unpublish(target: str) -> None:
     """Unmount what is at ``target`` and delete the directory, if they are there. OSError."""
-    _detach(target)
-    with contextlib.suppress(FileNotFoundError):
-        os.rmdir(target)
+    # A link is no mount point, and the kubelet's to remove.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _in_place(target) as name:
+        _detach(name)
+        os.rmdir(name)
 
 
 def size(path: str) -> tuple[int, int]:
@@ -125,15 +144,13 @@ def size(path: str) -> tuple[int, int]:
 
 def users(target: str) -> list[str]:
     """Processes of the pod that has the volume, a line each."""
-    _, _, rest = target.partition("/pods/")
-    uid = rest.partition("/")[0]
-    found = []
+    parts, found = set(Path(target).parts), []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             cgroup = Path(f"/proc/{entry}/cgroup").read_text(errors="replace")
-            if uid and procfs.pod_and_container(cgroup)[0] == uid:
+            if (uid := procfs.pod_and_container(cgroup)[0]) in parts:
                 command = procfs.name_of(entry)
                 found.append(f"pid {entry} ({command}, pod {uid}): has the volume {target}")
         except OSError:

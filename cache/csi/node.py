@@ -113,7 +113,7 @@ class NodeService:
         try:
             target = self._target(path)
             volume = self.volumes[target]
-        except (KeyError, kit.errors.SettingsError):
+        except (KeyError, kit.errors.SettingsError, kit.errors.RefusedError):
             raise kit.errors.NotFoundError(
                 f"volume at {path[: volumes.MOST_TEXT]}", "no volume is published there", ""
             ) from None
@@ -151,10 +151,13 @@ class NodeService:
         return known[1]
 
     def _target(self, path: str) -> str:
-        """As the mount table has it: kubelet's root may be a link."""
-        root = str(self.here.kubelet.root_dir)
-        volumes.target_below(path, f"{root}/pods")
-        return os.path.realpath(root) + path[len(root) :]
+        """As the mount table has it: kubelet's root and its pods may be links, and nothing below.
+        SettingsError, RefusedError."""
+        pods = f"{self.here.kubelet.root_dir}/pods"
+        target = os.path.realpath(pods) + volumes.target_below(path, pods)[len(pods) :]
+        if os.path.realpath(os.path.dirname(target)) != os.path.dirname(target):
+            raise volumes.linked(path)
+        return target
 
     @contextlib.contextmanager
     def _alone(self, target: str) -> Iterator[None]:

@@ -237,3 +237,11 @@ def target_below(path: str, pods: str) -> str:
             "set kubelet.root_dir to the kubelet's root directory",
         )
     return path
+
+
+def linked(path: str) -> kit.errors.RefusedError:
+    return kit.errors.RefusedError(
+        f"target path {path}",
+        "a part of it is a symbolic link, and would lead the mount elsewhere",
+        "remove the link; only the kubelet's root directory and its 'pods' may be links",
+    )

@@ -152,7 +152,7 @@ async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None
 async def publish(dataset: Dataset, to: str) -> dict[str, Any]:
     """Write its manifest to the file ``to`` of this host; what it has. AgentError.
 
-    The file appears whole. Nothing but an older manifest is replaced, and nothing is written to
+    The file appears whole. Nothing but another manifest is replaced, and nothing is written to
     the directories of the agent.
     """
     path = Path(to)

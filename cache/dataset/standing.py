@@ -57,6 +57,7 @@ class Standing:
     settings: DatasetSettings
     current: Generation  # the one that the view shows
     next: Generation | None = None  # is filled, and follows the current one
+    next_trouble: kit.errors.AgentError | None = None  # why it does not, at the last try
     soundness: Soundness
     evicted: int
     scrubs: Scrubs
@@ -169,7 +170,7 @@ class Standing:
             return "waiting"
         if self.current.queued:
             return "queued"
-        return "failed" if generation.why else "cold"
+        return "failed" if generation.why or self.trouble is not None else "cold"
 
     def whole(self) -> bool:
         """Whether jobs here read all of it from the SSD, and will go on to."""

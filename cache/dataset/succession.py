@@ -51,7 +51,6 @@ class Succession:
         """``discarded``: called when something went to the trash."""
         self.dataset = dataset
         self.found: dict[str, float] = {}
-        self.trouble: kit.errors.AgentError | None = None
         self.users: dict[str, list[str]] = {}  # why a generation is not retired yet
         self.delay = 0.0  # seconds from the making of the current snapshot to its service
         self._discarded = discarded
@@ -166,7 +165,7 @@ class Succession:
     @property
     def shown(self) -> frozenset[str]:
         """Ids at which jobs are to find the tree of the store."""
-        return frozenset(self._shown)
+        return frozenset() if self.dataset.removed else frozenset(self._shown)
 
     def lose(self, name: str, what: str) -> None:
         """Jobs do not find it by its id any more. It is mounted again."""
@@ -201,9 +200,9 @@ class Succession:
             thing = f"dataset {self.dataset.name}: another generation"
             why = str(error).splitlines()[-1] if str(error) else repr(error)
             error = kit.errors.HostError(thing, why, "see the kernel log; it is tried again")
-        if self.trouble is None or str(error) != str(self.trouble):
+        if str(error) != str(self.dataset.next_trouble):
             log.warning("update does not go on", dataset=self.dataset.name, why=str(error))
-        self.trouble = error
+        self.dataset.next_trouble = error
         if self.dataset.next is not None:
             self.dataset.next.due.failed()
         self._retire_at = time.monotonic() + RETIRE_SECONDS
@@ -221,7 +220,7 @@ class Succession:
             dataset.source_mounted = True
             self.found = await source.snapshots(dataset.cache.source_timeout)
         if dataset.next is None:
-            self.trouble = None
+            dataset.next_trouble = None
 
     # --- facts
 
@@ -282,7 +281,9 @@ class Succession:
             next_state=self._coming_state(),
             outlived=self._is_outlived(),
             reached=next_one is not None and next_one.reached is not None,
-            lost=next_one is not None and next_one.reached is None and self.trouble is not None,
+            lost=next_one is not None
+            and next_one.reached is None
+            and dataset.next_trouble is not None,
             reach_due=next_one is not None and next_one.due.look(complete=False),
             fill_due=next_one is not None and next_one.due.fill(),
             job_there=job,
@@ -448,7 +449,7 @@ class Succession:
             found = await next_one.resembles(dataset.cache.source_timeout)
             other = found["why"]
         next_one.due.answered(IDLE_SECONDS)
-        self.trouble = None
+        dataset.next_trouble = None
         if other:
             await self._begin_anew(next_one, other)
 
@@ -478,7 +479,7 @@ class Succession:
         new.leaves = False
         dataset.succeed(new)
         self._insists = False
-        self.trouble = None
+        dataset.next_trouble = None
         self._retire_at = time.monotonic() + SOON_SECONDS
         made = self.made(new)
         self.delay = max(0.0, new.record.served - made) if made else 0.0

@@ -46,8 +46,8 @@ def count_part(
 
 
 def count_link(directory: int, depth: int, name: str, found: protocol.Scanned) -> None:
-    """Count a symbolic link if it leads out of the tree. One that cannot be read is told when it is
-    copied."""
+    """Count a symbolic link if it leads out of the tree. The copy reports a link that cannot be
+    read."""
     with contextlib.suppress(OSError):
         if tree.leads_out(depth, os.readlink(name, dir_fd=directory)):
             found.outside += 1

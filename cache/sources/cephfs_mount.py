@@ -221,15 +221,30 @@ def mount_fuse(target: str, command: Sequence[str], seconds: float) -> tuple[boo
 
 
 def _move_out_of_our_cgroup(target: Path) -> None:
-    """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
+    """Whoever ends the agent kills everything in its cgroup; the mount must outlive that."""
     for pid in _daemons(str(target)):
-        for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
-            if (root / "cgroup.procs").exists():
-                try:
-                    (root / CGROUP).mkdir(exist_ok=True)
-                    (root / CGROUP / "cgroup.procs").write_text(str(pid))
-                except OSError as error:
-                    log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
+        failed: list[str] = []
+        for folder in cgroups():
+            try:
+                folder.mkdir(exist_ok=True)
+                (folder / "cgroup.procs").write_text(str(pid))
+            except OSError as error:
+                failed.append(str(error))
+        if failed:
+            log.warning("ceph-fuse stays in the agent's cgroup", error=kit.errors.some(failed))
+
+
+def cgroups(top: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Where it goes: a cgroup of its own in the hierarchy of v2 and in each of v1; of cpuset the
+    root, because one of its own would need settings. Whether or not they are there."""
+    try:
+        roots = [top] if (top / "cgroup.procs").exists() else sorted(top.iterdir())
+    except OSError:
+        return []
+    roots = [each for each in roots if (each / "cgroup.procs").exists() and not each.is_symlink()]
+    v2 = [each for each in roots if (each / "cgroup.controllers").exists()]
+    rooted = [each for each in roots if (each / "cpuset.cpus").exists() and each not in v2]
+    return [each if each in rooted else each / CGROUP for each in roots]
 
 
 async def detach(target: Path) -> bool:

@@ -42,6 +42,7 @@ EVICTED = "evicted"  # paused: nothing is filled until an operator asks
 TAKEN = "an operator had files taken out"
 UPDATED = "it gave room to its next generation"
 SHORT = "others filled the disk, and the reserve was short"
+_WAITS = (kit.errors.AgentError, OSError, RuntimeError)  # what keeps an eviction from going on
 
 
 class Budgets:
@@ -86,10 +87,10 @@ class Budgets:
             return True
         try:
             await self._evictions.finish(dataset)
-        except kit.errors.AgentError as error:
-            log.warning("eviction waits", dataset=dataset.name, why=str(error))
-            await dataset.change(why=str(error))
+        except _WAITS as error:
+            self._evictions.tell(dataset, error)
             dataset.due.fill_later(None)
+            await dataset.change(why=str(error))
             return False
         if dataset.source.block:  # whoever it gave its room to is to have it
             dataset.due.fill_later(GAVE_SECONDS)
@@ -122,8 +123,8 @@ class Budgets:
                     shrank = (shrank and not gave) or dataset.generation.kept_share < kept
                     self._rounds[dataset.name] = rounds + 1, shrank
                     return True
-        except kit.errors.AgentError as error:
-            log.warning("eviction waits", dataset=dataset.name, why=str(error))
+        except _WAITS as error:
+            self._evictions.tell(dataset, error)
             dataset.due.fill_later(None)
         return False
 
@@ -256,18 +257,20 @@ class Budgets:
             with self._work.on(at_work.EVICTIONS, dataset.name):
                 await self._clear_way(dataset)
                 async with dataset.lock:
-                    allowed = dataclasses.replace(
-                        self._limits_of(dataset, "evict"),
-                        wanted=wanted.bytes, wanted_inodes=wanted.inodes,
-                    )  # fmt: skip
-                    if not why and dataset.settings.keep:
-                        allowed = limits.of_its_own(dataset, allowed)
+                    allowed = None  # those of the settings
+                    if wanted != NOTHING:
+                        allowed = dataclasses.replace(
+                            self._limits_of(dataset, "evict"),
+                            wanted=wanted.bytes, wanted_inodes=wanted.inodes,
+                        )  # fmt: skip
                     share = limits.share_of(dataset)
                     why = why or victims.exceeded(share, self._shares(), self._store())
-                    await self._evictions.settle(dataset, grow=False, limits=allowed, why=why)
+                    await self._evictions.settle(
+                        dataset, grow=False, limits=allowed, own=dataset.settings.keep, why=why
+                    )
             done = True
-        except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            log.warning("eviction waits", dataset=dataset.name, why=str(error))
+        except _WAITS as error:
+            self._evictions.tell(dataset, error)
         dataset.wake()
         return done
 
@@ -335,8 +338,8 @@ class Budgets:
                     paused=EVICTED, wanted=False, why=TAKEN,
                 )  # fmt: skip
             result, why = "evicted", ""
-        except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            log.warning("eviction waits", dataset=dataset.name, why=str(error))
+        except _WAITS as error:
+            self._evictions.tell(dataset, error)
             why = str(error)
         dataset.eviction = dataclasses.replace(
             asked, state=result, why=why, files=dataset.evicted - files,

@@ -13,12 +13,15 @@ Where nothing can map the image the view shows nothing afterwards, as before the
 nobody may hold it, and no pod may have been given it.
 
 ``evicting`` in generation.json is durable before the view or the first mark changes and is taken
-back after the last file: what a killed agent began, the next one finishes.
+back after the last file: what a killed agent began, the next one finishes. Until the first file is
+deleted a raised budget ends it, unless an overlay that remembers marks is still to be replaced.
 """
 
 import dataclasses
+import math
 import os
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,11 @@ import structlog
 import kit.child
 import kit.errors
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
-from cache.dataset.generation import STORE_SECONDS
+from cache.dataset.generation import STORE_SECONDS, Generation
 from cache.fill import protocol, space
 from cache.fill.protocol import Least
 from cache.space import tasks
+from cache.space.limits import of_its_own
 from cache.store import image_copy, subset
 from cache.views import by_id, view
 from cache.views.view import Stage
@@ -41,6 +45,7 @@ log = structlog.get_logger("eviction")
 
 # A share grows by at least this part of it: each change reads the whole manifest.
 GROWTH = 1 / 64
+TOLD_SECONDS = 60.0  # between two lines of the log that say the same of a dataset
 
 Run = Callable[[Dataset, str, protocol.AnyTask], Awaitable[protocol.End]]
 # Stages in which readers see the tree of the store.
@@ -50,12 +55,23 @@ _LOOKS, _LOOK_SECONDS = 20, 0.1  # the kernel ends a loop device some time after
 LimitsOf = Callable[[Dataset, str], protocol.Limits]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """What this agent knows of an eviction that is under way; of an earlier agent's nothing."""
+
+    within: LimitsOf | None = None  # while nothing is deleted: it ends when these allow all
+    stale: bool = True  # the overlay that is shown may remember marks that were taken away
+
+
 class Evictions:
     """The caller has the lock of the dataset, and no other job of it runs."""
 
     def __init__(self, run: Run, limits: LimitsOf) -> None:
         self._run = run
         self._limits = limits
+        # Looked at only while a generation is ``evicting``; ``_take_out`` writes it anew.
+        self._begun = weakref.WeakKeyDictionary[Generation, _Begun]()
+        self._told = weakref.WeakKeyDictionary[Dataset, tuple[str, float]]()
 
     async def settle(
         self,
@@ -63,22 +79,25 @@ class Evictions:
         *,
         grow: bool,
         limits: protocol.Limits | None = None,
+        own: bool = False,
         alone: bool = False,
         **changes: Any,
     ) -> bool:
         """Have the dataset keep the share that fits now; whether that is another one.
 
         ``grow``: a larger one will do; else only a smaller one. ``limits``: other ones than those
-        of the settings. ``alone``: what it shares with an earlier generation counts, too: that one
-        goes by itself. ``changes``: to generation.json, when files go.
+        of the settings, for somebody who asked: no raised budget ends that. ``own``: of the
+        settings only the dataset's own. ``alone``: what it shares with an earlier generation
+        counts, too: that one goes by itself. ``changes``: to generation.json, when files go.
 
         SourceError, HostError and RefusedError say why not. What is begun is done later then.
         """
+        within = self._own if own else self._limits
+        allowed = limits or within(dataset, "evict")
         if dataset.source.block:
-            allowed = limits or self._limits(dataset, "evict")
             return await _settle_copy(dataset, allowed, **changes)
         now = dataset.generation.kept_share
-        end = await self._pass(dataset, "choose", now, limits, alone)
+        end = await self._pass(dataset, "choose", now, allowed, alone)
         assert end.evict is not None
         share, beyond, found = end.evict.share, end.evict.beyond, end.evict.fill
         if found.used < dataset.generation.used:  # a fill ends with a log of its index
@@ -87,38 +106,75 @@ class Evictions:
         if share > now and not (grow and (share == subset.ALL or share - now > now * GROWTH)):
             share = now
         if beyond and share <= now:
-            await self.take_out(dataset, share, beyond, **changes)
+            await self._take_out(dataset, share, beyond, None if limits else within, **changes)
         elif share != now:
             await dataset.change(kept_share=share, **changes)
         return share != now
 
-    async def take_out(self, dataset: Dataset, share: int, files: int, **changes: Any) -> None:
-        """Keep ``share`` of the dataset; ``files``: how many go, as far as is known."""
+    async def _take_out(
+        self, dataset: Dataset, share: int, files: int, within: LimitsOf | None, **changes: Any
+    ) -> None:
+        """Keep ``share`` of the dataset; ``files``: how many go, as far as is known.
+        ``within``: as of ``_Begun``."""
         await _reach(dataset)
         generation = dataset.generation
+        # What took marks away and came no further may have left an overlay that remembers them.
+        stale = generation.damaged > 0
+        if generation.evicting:  # it may have been asked for: no raised budget ends it from now on
+            within, stale = None, stale or self._begun_of(dataset).stale
+        self._begun[dataset.current] = _Begun(within, stale)
         left = max(generation.left_files, files, 1)
         state = "partial" if generation.state == "complete" else generation.state
         changes |= {"kept_share": share, "evicting": True, "state": state, "left_files": left}
         await dataset.change(**changes)
-        await self.finish(dataset, begun=False)
+        await self._delete(dataset)
 
-    async def finish(self, dataset: Dataset, *, begun: bool = True) -> None:
-        """Take out what the share says. ``begun``: an earlier try may have taken marks away."""
+    async def finish(self, dataset: Dataset) -> None:
+        """Go on with one that waits, or that an earlier agent began; or end it, if nothing is
+        deleted yet and budgets allow all of it now."""
         if dataset.source.block:
             await _reach_image(dataset)
             await _take_copy_out(dataset)
             return
+        begun, share = self._begun_of(dataset), dataset.generation.kept_share
+        if begun.within is not None:
+            allowed = begun.within(dataset, "evict")
+            found = (await self._pass(dataset, "choose", share, allowed)).evict
+            assert found is not None
+            share = max(share, found.share)
+            if not found.beyond:
+                await self._end(dataset, share)
+                return
+        # Also when it is the same one: the disk may have refused it before.
+        await dataset.change(kept_share=share, evicting=True)
+        await self._delete(dataset)
+
+    async def _end(self, dataset: Dataset, share: int) -> None:
+        """Delete nothing. What is stored is complete when a fill has found that."""
+        if self._begun_of(dataset).stale and dataset.stage is Stage.OVERLAY:
+            await _reach(dataset)
+            await dataset.publish(Stage.OVERLAY)
+        await dataset.change(kept_share=share, evicting=False, wanted=True, why="")
+        self._begun.pop(dataset.current, None)
+        log.info("eviction ended before files went", dataset=dataset.name)
+
+    async def _delete(self, dataset: Dataset) -> None:
         share, before = dataset.generation.kept_share, dataset.used()
         await _reach(dataset)
+        begun = self._begun_of(dataset)
+        self._begun[dataset.current] = dataclasses.replace(begun, stale=True)
         marks = await self._pass(dataset, "marks", share)
         assert marks.evict is not None
         # The overlay may have looked up directories with their marks. One that never saw a mark
-        # stays, and who stands in it is in nobody's way.
-        hides = begun or dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
+        # stays, and who stands in it is in nobody's way: each new one would be waited for.
+        hides = begun.stale or dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
         if hides and dataset.stage in _SHOWS_STORE:
             await dataset.publish(Stage.OVERLAY)
-        if await fall_back(dataset) or hides:
-            await _wait_for_others(dataset)
+        begun = self._begun[dataset.current] = dataclasses.replace(begun, stale=False)
+        await fall_back(dataset)
+        # Also without marks: an eviction before may still wait for who looks past the overlay.
+        await _wait_for_others(dataset)
+        self._begun[dataset.current] = dataclasses.replace(begun, within=None)
         end = await self._pass(dataset, "files", share)
         assert end.evict is not None
         if dataset.stage in _SHOWS_STORE:
@@ -127,10 +183,25 @@ class Evictions:
         dataset.evicted += found.evicted
         counts: dict[str, Any] = dataset.figures.counts()
         await dataset.change(**{**counts, **found.fill.record()}, evicting=False)
+        self._begun.pop(dataset.current, None)
         dataset.current.show_kept_figures()
         dataset.freed += max(0, before - dataset.used())
         log.info("files evicted", dataset=dataset.name, files=found.evicted,
                  share=round(share / subset.ALL, 4), used=found.fill.used)  # fmt: skip
+
+    def tell(self, dataset: Dataset, error: Exception) -> None:
+        """Say in the log why one waits, the same once a minute."""
+        why, now = str(error), time.monotonic()
+        told, at = self._told.get(dataset, ("", -math.inf))
+        if why != told or now - at >= TOLD_SECONDS:
+            self._told[dataset] = why, now
+            log.warning("eviction waits", dataset=dataset.name, why=why)
+
+    def _begun_of(self, dataset: Dataset) -> _Begun:
+        return self._begun.get(dataset.current, _Begun())
+
+    def _own(self, dataset: Dataset, kind: str) -> protocol.Limits:
+        return of_its_own(dataset, self._limits(dataset, kind))
 
     async def _pass(
         self,

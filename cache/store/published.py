@@ -87,7 +87,7 @@ def write(
 ) -> dict[str, int]:
     """Publish the manifest of the complete generation ``folder`` as the file ``target``.
 
-    In a child process. The file appears whole, in the place of an older manifest, and not below
+    In a child process. The file appears whole, in the place of another manifest, and not below
     the directories ``agents``. The answer counts ``directories``, ``entries``, ``bytes``, and as
     ``through_mount`` the files that every node reads through its mount. RefusedError when it cannot
     be published; OSError.

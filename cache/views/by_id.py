@@ -144,9 +144,9 @@ def _remove_places(data: str, names: Sequence[str] = ()) -> None:
 
 
 def all_users(data: str) -> list[str]:
-    """Who uses the view of a dataset, or one of its generations by its id."""
+    """Who uses the view of a dataset, or one of its generations by its id: each is named once."""
     ids = [f"{folder_of(data)}/{each}" for each in shown(data)]
-    return [using for each in (data, *ids) for using in view.users(each)]
+    return list(dict.fromkeys(using for each in (data, *ids) for using in view.users(each)))
 
 
 def refuse_used(data: str) -> None:

@@ -219,15 +219,17 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            if now.state == "partial" and dataset.current.lacks_room() and not now.paused:
+            if now.evicting:  # it may give less now
+                dataset.retry_now()
+            elif now.state == "partial" and dataset.current.lacks_room() and not now.paused:
                 await self.warm(dataset)
 
     def room_came(self, datasets: Iterable[Dataset]) -> None:
         """What lacked room is filled again, and a fill under way looks again for what it leaves
-        out, once it has ended."""
+        out, once it has ended. An eviction that waits keeps its pause."""
         for dataset in datasets:
             dataset.due.fill_again = True
-            if dataset.current.lacks_room():
+            if dataset.current.lacks_room() and not dataset.generation.evicting:
                 dataset.retry_now()
             if (next_one := dataset.next) is not None:
                 next_one.due.fill_again = True
@@ -243,10 +245,8 @@ class Jobs:
         self.wake()
 
     async def limits_changed(self) -> None:
-        """Tell the passes that run. An eviction is short and has limits of its own: those of the
-        settings would take back what an operator or another dataset asked for."""
         for dataset, running in list(self._active):
-            if running.kind == "evict":
+            if running.kind == "evict":  # its limits are what somebody asked for
                 continue
             limits = self._limits(dataset, running.kind, running.target)
             await running.set_limits(limits)
@@ -293,6 +293,7 @@ class Jobs:
             # It stays queued until it runs, or a second fill would be requested.
             if not target.queued or not await self._may_fill(dataset, target):
                 target.queued = False
+                dataset.wake()  # its view may have to show something else now
                 return
             before = dataset.before(target)  # perhaps of one that began to serve unfilled
             shared = None if before is None else before.record

@@ -466,8 +466,8 @@ def application(
 
 
 async def _heed_no_expectation(request: web.Request) -> None:
-    """aiohttp would answer 417 before anybody knows who calls. Whoever waits to be told to send a
-    body is told."""
+    """aiohttp would answer 417 before anybody knows who calls. A client that
+    waits for "100 Continue" gets it."""
     waits = request.headers.get("Expect", "").lower() == "100-continue"
     if waits and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

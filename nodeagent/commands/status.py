@@ -192,7 +192,7 @@ def _event(event: Mapping[str, Any]) -> terminal.Line:
     when = datetime.datetime.fromtimestamp(event["at"], datetime.UTC).strftime("%m-%d %H:%M:%S")
     tone = _SEVERITIES.get(event["severity"]) if event["kind"] == "raised" else None
     kind = terminal.Coloured(f"{event['kind']:8}", tone)
-    return f"{when}  ", kind, f" {event['subject']}: {event['text']}"
+    return f"{when}  ", kind, f" {kit.findings.said(event['subject'], event['text'])}"
 
 
 # --- completion, support bundle
@@ -226,7 +226,8 @@ def _manual(root: click.Command) -> Iterator[str]:
     yield f'.TH NODEAGENT 8 "" "nodeagent {importlib.metadata.version("nodeagent")}"'
     yield ".SH NAME\nnodeagent \\- node agent for GPU clusters"
     yield ".SH DESCRIPTION"
-    for context in _contexts(click.Context(root, info_name="nodeagent")):
+    top = click.Context(root, info_name="nodeagent", **root.context_settings)  # it has -h
+    for context in _contexts(top):
         usage = context.command.collect_usage_pieces(context)
         yield f'.SS "{_roff(" ".join((context.command_path, *usage)))}"'
         yield _roff(" ".join((context.command.help or "").split()))

@@ -25,7 +25,7 @@ from nodeagent.state import Event, RunningRoom, State
 HELD_SECONDS = 1.0
 MOST_SHOWN = 200  # of findings, and of what one room reports
 MOST_EVENTS = 50
-LONGEST_HEADLINE = 180
+LONGEST_HEADLINE = 240
 FIRST = "Datasets"  # the section that most people come for
 _END = re.compile(r"[.;](?= )|(?= \()")  # of a clause
 
@@ -92,8 +92,9 @@ def headline(
     )
     first = clipped(things[0].rstrip("."), LONGEST_HEADLINE)
     more = f" And {len(things) - 1} more." if len(things) > 1 else ""
+    stop = "" if first.endswith("…") else "."
     joint = ": " if verdict is Verdict.CRITICAL else " "
-    return f"{begin}{joint}{first}.{more}"
+    return f"{begin}{joint}{first}{stop}{more}"
 
 
 def _said(found: Finding) -> str:

@@ -20,6 +20,7 @@ from html import escape
 import yaml
 
 import kit.errors
+import kit.findings
 import kit.room
 import kit.units
 from kit.findings import Finding, Severity
@@ -31,7 +32,7 @@ REFRESH_SECONDS = 10  # without script
 MOST_FINDINGS = 100
 MOST_EVENTS = 20
 LOG_LINES = "log-line"  # stands for the rules of all log lines (log-...)
-LONGEST_REASON = 160  # of a component; its finding has all of it
+LONGEST_REASON = 240  # of a component; its finding has all of it
 MOST_REASONS = 3
 MOST_UNFILTERED = 12  # rows of a table without a filter
 LONGEST_UNBROKEN = 28  # characters of a name that is shown in one line, such as a version
@@ -115,7 +116,7 @@ def _verdict(now: overview.Overview) -> str:
         tone = "good" if part.ready else "mid" if part.starting else "bad"
         word = "ready" if part.ready else "starting" if part.starting else "not ready"
         reasons = [overview.clipped(each, LONGEST_REASON) for each in part.reasons]
-        told = kit.errors.some(reasons, MOST_REASONS)
+        told = kit.errors.some([r for r in reasons if r not in now.headline], MOST_REASONS)
         why = f": {escape(told)}" if told and not part.ready else ""
         held = f" · {escape(part.brief)}" if part.brief else ""
         parts.append(
@@ -314,7 +315,7 @@ def _events(now: overview.Overview) -> str:
 
 def _event(each: Event) -> str:
     when = datetime.datetime.fromtimestamp(each.at, datetime.UTC)
-    text = _DIGEST.sub(r"\1…", each.text.removeprefix(f"{each.subject}: "))
+    text = _DIGEST.sub(r"\1…", kit.findings.without(each.subject, each.text))
     return (
         f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
         f"</time><span class='badge {each.kind} {each.severity}'>{each.kind}</span>"

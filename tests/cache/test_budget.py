@@ -117,6 +117,62 @@ def test_lowered_budget_takes_out_a_part_and_readers_go_on(area: Path, node: Age
     trees.assert_equal(source, node.view("a"))
 
 
+def stands(view: Path) -> "subprocess.Popen[bytes]":
+    """A process with its working directory in the view, as a pod that runs for days."""
+    script = f"import os; os.chdir({str(view)!r}); print(1, flush=True); input()"
+    standing = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert standing.stdout is not None
+    assert standing.stdout.readline() == b"1\n"
+    return standing
+
+
+def test_raised_budget_ends_an_eviction_that_waits_for_readers(area: Path, node: Agent) -> None:
+    """Its dataset is not partial for as long as the pod has its volume."""
+    source = complete(area, node, 200)
+    whole, before = taken(node), kept(node)
+    with stands(node.view("a")) as standing:
+        try:
+            set_budget(node, budget=whole // 2)
+            node.wait_for(
+                lambda: "an earlier view" in node.said(), 60, "the eviction to wait for the reader"
+            )
+            set_budget(node, budget=2 * whole)
+            node.wait_state("a", "complete")
+            assert kept(node) == before, "nothing was taken out"
+            trees.assert_equal(source, node.view("a"))
+        finally:
+            standing.kill()
+
+
+def test_pods_that_come_while_an_eviction_waits_are_not_waited_for(area: Path, node: Agent) -> None:
+    """Each of them is given what the view shows then, and keeps that."""
+    source = complete(area, node, 200)
+    whole, volume = taken(node), area / "volume"
+    volume.mkdir()
+
+    def said(*words: str) -> int:
+        return sum(all(word in line for word in words) for line in node.said().splitlines())
+
+    with stands(node.view("a")) as standing:
+        try:
+            set_budget(node, budget=whole // 2)
+            node.wait_for(lambda: "an earlier view" in node.said(), 60, "the eviction to wait")
+            blockdev.run("mount", "--bind", str(node.view("a")), str(volume))
+            tried, shown = said("pass started", '"evict"'), said("view published")
+            node.wait_for(
+                lambda: said("pass started", '"evict"') > tried + 2, 120, "a try, and another one"
+            )
+            assert said("view published") == shown
+        finally:
+            standing.kill()
+    node.wait_for(lambda: settled(node, whole // 2), 120, "the store to shrink")
+    trees.assert_equal(source, volume)
+    trees.assert_equal(source, node.view("a"))
+    blockdev.run("umount", str(volume))
+
+
 def test_epochs_hit_as_much_as_is_cached(area: Path, node: Agent) -> None:
     """Real reads of a real view: the inode of an open file tells which layer served it.
 

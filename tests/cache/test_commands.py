@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cache import commands
+from kit import terminal
 from nodeagent.commands import client
 from tests.nodeagent.test_main import run
 
@@ -61,8 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
         ("partial", "no room for 5 files, 500 B", 10),
         ("cancelled", "", 11),
         ("removed", "", 11),
-        ("failed", "the source hangs", 5),
-        ("waiting", "dataset a: no monitor answers", 5),
+        ("evicted", "", 11),
     ],
 )
 def test_warm_wait_exits_by_outcome(
@@ -82,6 +82,123 @@ def test_warm_wait_exits_by_outcome(
         assert why in said.err
     else:
         assert "a is complete: 10 files, read at /v/a/data" in said.out
+
+
+class Clock:
+    """Stands in for ``time`` in the commands: each look at it is ten seconds later."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 10
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+def pass_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(commands, "time", clock)
+    monkeypatch.setattr(terminal, "time", clock)
+
+
+HANGS = "dataset a: no monitor answers"
+UPDATE = {
+    "generation": "b", "snapshot": "s2", "state": "new", "why": "",
+    "files": {"total": 0, "done": 0}, "bytes": {"total": 0, "done": 0},
+}  # fmt: skip
+# What stays as it is for ever: the command, the dataset, what is said of it, and the exit code.
+STUCK: tuple[tuple[str, dict[str, Any], str, int], ...] = (
+    ("warm", {"state": "waiting", "why": HANGS}, "a is waiting: no monitor answers", 5),
+    ("warm", {"state": "failed", "why": "view /v: Permission denied"},
+     "a is failed: view /v: Permission denied", 11),
+    ("update", {"update": UPDATE | {"why": HANGS}}, "update of a waits: no monitor answers", 5),
+    ("update", {"state": "waiting", "why": HANGS}, "a is waiting: no monitor answers", 5),
+    ("update", {"state": "failed", "why": "the disk is gone"}, "a is failed: the disk is gone", 11),
+    ("update", {"state": "partial", "why": "no room"}, "a is partial: no room", 10),
+    ("rescan", {"update": UPDATE | {"why": HANGS}}, "update of a waits: no monitor answers", 5),
+    ("rescan", {"state": "cancelled"}, "a is cancelled", 11),
+    ("warm", {"state": "cold", "update": UPDATE | {"why": HANGS}},
+     "update of a waits: no monitor answers", 5),
+    ("warm", {"state": "cold", "update": UPDATE | {"why": "no room", "state": "partial"}},
+     "update of a waits: no room", 10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "stuck", "said", "code"), STUCK)
+def test_waiting_says_why_and_ends_when_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fake: FakeAgent,
+    command: str,
+    stuck: dict[str, Any],
+    said: str,
+    code: int,
+) -> None:
+    pass_quickly(monkeypatch)
+    shown = dataset(generation="a", snapshot="s1", **stuck)
+    fake.answers[command] = shown
+    fake.stream = [shown] * 20
+    assert run(monkeypatch, "dataset", command, "a", "--wait") == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count(said) == 1
+    assert lines[-1].startswith("nodeagent: ")
+    assert "no monitor answers" not in said or "no monitor answers" in lines[-1]
+    assert len(lines) < 15, "it ended before the stream did"
+
+
+def test_what_is_waited_for_is_said_when_it_changes_and_once_a_minute_at_most(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    """While bytes come it does not end, whatever fails in between."""
+    pass_quickly(monkeypatch)
+    fake.answers["warm"] = dataset(state="filling")
+    data = {"total": 1000, "no_room": 0}
+    fake.stream = [
+        dataset(state="failed", why=f"try {number}", bytes=data | {"done": number})
+        for number in range(40)
+    ]
+    fake.stream += [dataset(state="paused"), dataset()]
+    assert run(monkeypatch, "dataset", "warm", "a", "--wait") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("a is")]
+    assert said[0] == "a is failed: try 0"
+    assert 2 < len(said) < 30
+
+
+HELD = dataset(state="waiting", why=HANGS)
+SCANS = dataset(state="scanning")
+WAITS_ON: dict[str, list[dict[str, Any]]] = {
+    "a failure of a moment, long after another": [
+        HELD, *[SCANS] * 20, dataset(state="failed", why="EIO"), SCANS,
+    ],
+    "it is verified, whatever its update waits for": [
+        dataset(state="verifying", update=UPDATE | {"why": HANGS})
+    ] * 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", WAITS_ON.values(), ids=WAITS_ON)
+def test_what_goes_on_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, stream: list[dict[str, Any]]
+) -> None:
+    pass_quickly(monkeypatch)
+    fake.answers["warm"] = stream[0]
+    fake.stream = [*stream, dataset()]
+    assert run(monkeypatch, "dataset", "warm", "a", "--wait") == 0
+
+
+def test_who_waits_for_its_turn_waits_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    pass_quickly(monkeypatch)
+    queued = dataset(snapshot="s1", update=UPDATE | {"why": "waits for b (priority 5)"})
+    fake.answers["update"] = queued
+    fake.stream = [queued] * 20 + [dataset(snapshot="s2", update=None)]
+    assert run(monkeypatch, "dataset", "update", "a", "--snapshot", "s2", "--wait") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said.count("update of a waits for b (priority 5)") == 1
 
 
 def test_progress_without_terminal_is_plain_lines(

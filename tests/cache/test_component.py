@@ -94,7 +94,8 @@ async def test_what_lacks_room_is_filled_again_when_others_leave_some(
     cache.watch = watch.StoreWatch(
         "/s", cache._state_dir, None, cache._store_changed, cache.soundness, lambda: None
     )
-    cache.datasets["a"] = Broken()  # type: ignore[assignment]
+    broken: Any = Broken()
+    cache.datasets["a"] = broken
     monkeypatch.setattr(cache, "used", lambda: 2**30)
     for free, deleting in ((1, 0), (1, 0), (50, 2**30), (50, 0), (50, 0)):
         cache.trashed = deleting

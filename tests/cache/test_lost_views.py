@@ -219,6 +219,23 @@ def test_hidden_view_is_told_and_comes_back(area: Path, node: Agent, folder: str
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
+def test_who_deletes_the_views_of_a_running_node_deletes_nothing(area: Path, node: Agent) -> None:
+    source = complete(area, node)
+    before = sorted(source.rglob("*"))
+    done = subprocess.run(
+        ["rm", "-rf", node.views], capture_output=True, text=True, timeout=waiting.limit(60)
+    )
+    assert done.returncode != 0
+    assert sorted(source.rglob("*")) == before
+    trees.assert_equal(source, node.view("a"))
+    trees.assert_equal(source, ids(node)[0])
+    assert node.get("/readyz")["ready"]
+    node.tell("a", "verify")
+    node.wait_state("a", "complete")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
 def test_view_of_a_source_comes_back(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 50)

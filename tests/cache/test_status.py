@@ -9,8 +9,9 @@ import pytest
 
 import kit.child
 import kit.errors
-from cache import status
-from cache.dataset.figures import Verification
+from cache import api, status
+from cache.dataset.figures import Figures, Verification
+from cache.sources import base
 from cache.store import index
 from cache.views.view import Stage
 from kit.findings import Severity
@@ -111,3 +112,39 @@ def test_update_that_is_stuck_is_a_finding_that_names_the_entry(tmp_path: Path) 
     assert (told.rule, told.severity) == ("dataset-update-stuck", Severity.WARNING)
     assert why in told.message
     assert "'nodeagent dataset show a --failures'" in told.advice
+
+
+def test_a_view_that_cannot_be_mounted_is_failed_and_not_cold(tmp_path: Path) -> None:
+    """Whoever waits for its fill would else never hear why it does not begin."""
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), "new")
+    shown.current.reached = base.Reached("/nowhere", "1:1", "1:1", "slow")
+    assert shown.state() == "cold"
+    shown.trouble = kit.errors.HostError("dataset a: view /v", "Permission denied", "see the log")
+    assert (shown.state(), "Permission denied" in shown.why()) == ("failed", True)
+
+
+def test_an_update_says_why_its_source_is_not_reached(tmp_path: Path) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), "complete")
+    shown.next = shown.generation_of(shown.settings.source, "b")
+    shown.next_trouble = kit.errors.SourceError("directory /s", "it does not answer", "mount it")
+    update = status.of_dataset(shown).update
+    assert update is not None
+    assert update.why == "directory /s: it does not answer; mount it"
+
+
+@pytest.mark.parametrize(
+    ("state", "figures", "told", "bar"),
+    [
+        ("new", Figures(), "not listed yet", False),
+        ("filling", Figures(files=2, bytes=2048), "0 B of 2.0 KiB", True),
+        ("complete", Figures(estimated=False), "0 B of 0 B", True),  # it has no files
+    ],
+)
+def test_what_was_not_listed_is_not_called_empty(
+    tmp_path: Path, state: str, figures: Figures, told: str, bar: bool
+) -> None:
+    shown = test_jobs.dataset(tmp_path, test_jobs.Source(), state)
+    shown.stage, shown.figures = Stage.STORE, figures
+    stored = api._row(status.of_dataset(shown), ())[4]
+    assert (stored.text, stored.progress is not None) == (told, bar)
+    assert any("of 0 files" in each.text for each in stored.below) is (state == "complete")

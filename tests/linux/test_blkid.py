@@ -47,3 +47,16 @@ def test_probe_finds_a_partition_table(tmp_path: Path) -> None:
 def test_probe_of_what_is_not_a_device_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         probed(tmp_path)
+
+
+def test_a_partition_table_says_where_its_magic_lies(tmp_path: Path) -> None:
+    """In a LUKS mapping what lies there tells a table from noise."""
+    image = empty(tmp_path)
+    with image.open("r+b") as stream:
+        stream.seek(446)  # one partition of Linux, and the magic
+        stream.write(struct.pack("<8sII", b"\0\0\2\0\x83\0\0\0", 2048, 100000))
+        stream.seek(510)
+        stream.write(b"\x55\xaa")
+    result, values = probed(image)
+    assert (result, values["PTTYPE"]) == (blkid.FOUND, "dos")
+    assert values["PTMAGIC_OFFSET"] == "510"

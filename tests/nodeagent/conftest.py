@@ -18,7 +18,7 @@ def agent_of(folder: Path, *sections: str, socket: Path = Path("/no/such")) -> a
         f"state_dir: {folder}/state\n" + "".join(f"{section}\n" for section in sections)
     )
     (folder / "a.yaml").write_text(text)
-    return app.Agent(folder / "a.yaml", configfile.load(folder / "a.yaml"))
+    return app.Agent(folder / "a.yaml", configfile.load_or_last(folder / "a.yaml", None))
 
 
 @pytest.fixture(scope="package")

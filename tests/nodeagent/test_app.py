@@ -74,13 +74,13 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
 ) -> None:
     good, seen = agent.config.read_text(), list[list[tuple[str, str]]]()
 
-    async def changes(*_: object) -> AsyncIterator[None]:
+    async def changes(*_: object) -> AsyncIterator[bytes | None]:
         for text in (good + "a_key_of_later: 1\n", good, None, good):
             if text is None:
                 agent.config.unlink()
             else:
                 agent.config.write_text(text)
-            yield
+            yield configfile.look(agent.config)
             found = agent.state.findings.current()
             seen.append([(each.rule, each.message) for each in found])
 
@@ -91,7 +91,8 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
     assert seen[1] == seen[3] == []
     ((rule, message),) = seen[2]
     assert rule == "settings-unusable" and "there is no such settings file" in message
-    started = app.Agent(agent.config, agent.state.settings, problem="x: a slip")
+    loaded = configfile.Loaded(agent.state.settings, problem="x: a slip")
+    started = app.Agent(agent.config, loaded)
     assert [each.rule for each in started.state.findings.current()] == ["settings-unusable"]
 
 
@@ -106,11 +107,11 @@ async def test_what_grows_with_others_texts_is_done_beside_the_loop(
         threads[what] = threading.current_thread() is not threading.main_thread()
         return good
 
-    async def changes(*_: object) -> AsyncIterator[None]:
-        yield
+    async def changes(*_: object) -> AsyncIterator[bytes | None]:
+        yield b""
 
     monkeypatch.setattr(configfile, "changes", changes)
-    monkeypatch.setattr(configfile, "load", lambda _: beside("file"))
+    monkeypatch.setattr(configfile, "load", lambda *_: beside("file"))
     monkeypatch.setattr(agent, "_merged", lambda: beside("objects"))
     await agent._follow_settings()
     assert threads == {"file": True, "objects": True}

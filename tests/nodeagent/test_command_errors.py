@@ -264,6 +264,7 @@ def test_the_manual_has_every_command(
     for words in ("nodeagent status", "nodeagent dataset evict", "nodeagent volume guard attach"):
         assert f'.SS "{words} ' in page
     assert "\n.TP\n\\-\\-to" in page
+    assert page.count("\n.TP\n\\-h, \\-\\-help") == page.count(".SS ")
     assert configfile.ENVIRONMENT in page
 
 

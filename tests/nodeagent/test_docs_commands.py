@@ -66,7 +66,7 @@ COVERED = {
     ): "tests/cache/sources/test_cephfs_keys.py",
     ("bench.md", "make bench"): "tests/nodeagent/test_docs_commands.py",  # hours; make -n
     (
-        "testbed.md",
+        "CONTRIBUTING.md",
         "SEED=12 KILLS=200 .venv/bin/python -m pytest -s tests/faults/test_kills.py",
     ): "tests/faults/test_kills.py",  # with fewer kills
     ("monitoring.md", MONITORED): "tests/deploy/test_chart_monitoring.py",

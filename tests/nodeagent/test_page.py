@@ -16,6 +16,7 @@ import kit.room
 import kit.settings
 from nodeagent import app
 from nodeagent.api import access, own, server
+from nodeagent.commands import status
 from nodeagent.shown import overview, page
 from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
@@ -107,6 +108,14 @@ def test_every_text_is_escaped(agent: app.Agent) -> None:
     checked(html)
 
 
+def test_a_reason_that_the_headline_has_is_not_said_again(agent: app.Agent) -> None:
+    now = shown(agent, found=0)
+    assert now.components[0].reasons[0] in now.headline
+    assert page.render(now).count(f"reason {SAFE}") == 1
+    other = dataclasses.replace(now, headline="This node needs a person now.")
+    assert page.render(other).count(f"reason {SAFE}") == 1
+
+
 def test_cells_have_tone_style_and_bar(agent: app.Agent) -> None:
     html = page.render(shown(agent, section(CELLS)))
     assert f"<span class='tone bad'><code class=short>cell {SAFE}</code></span>" in html
@@ -146,6 +155,19 @@ def test_a_spark_is_broken_where_nothing_is_known(agent: app.Agent) -> None:
 def test_digests_in_events_are_cut(agent: app.Agent) -> None:
     agent.state.findings.journal.note("changed", "image a", f"digest sha256:{'0' * 12}{'1' * 52}")
     assert f"digest sha256:{'0' * 12}…</p>" in page.render(overview.of(agent.state, 0.0))
+
+
+@pytest.mark.parametrize(
+    "text", ["is only partly stored", "a: is only partly stored", "a is only partly stored"]
+)
+def test_an_event_says_what_it_is_about_once(agent: app.Agent, text: str) -> None:
+    agent.state.findings.journal.note("changed", "a", text)
+    html = page.render(overview.of(agent.state, 0.0))
+    assert "<b>a</b> is only partly stored</p>" in html
+    assert kit.findings.without("a", "about it") == "about it"
+    told = {"at": 0.0, "severity": "", "kind": "changed", "subject": "a", "text": text}
+    line = status._event(told)[-1]
+    assert line in (" a: is only partly stored", " a is only partly stored")
 
 
 def test_findings_are_bounded_and_the_rest_is_counted(agent: app.Agent) -> None:

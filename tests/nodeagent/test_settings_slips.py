@@ -106,13 +106,30 @@ def test_a_slip_is_told_in_words_of_the_file(text: str, thing: str, remedy: str)
         (CEPHFS.format('["bad name!"]'), "monitors[0]: 'bad name!' is not a monitor address"),
         (f"{IMAGE}    pin: forever\n", "none of always"),
         ("preheat: {credentials: {docker_config: 5}}\n", "docker_config: it has to be a list"),
+        # A misspelt key leaves the key that was meant missing.
+        (f"{DATASET}    source: {{kind: dir, pth: /x}}\n", "source.pth: there is no such setting"),
+        (f"{IMAGE}    pin: {{duration: 72h}}\n", "pin.duration: there is no such setting"),
+        ("preheat:\n  retain: {duration: 72h}\n", "retain.duration: there is no such setting"),
+        ("cache:\n  datasets:\n" + DIR.format("a", "/x").replace("name", "nme"), "[0].nme: "),
+        ("cache:\n  datasets:\n" + DIR.format("a", "/x").replace("source", "sorce"), "[0].sorce"),
+        ("cache:\n  datasets:\n" + DIR.format("a", "/x").replace("freshness", "freshnes"),
+         "[0].freshnes: there is no such setting; did you mean 'freshness'?"),
+        (f"{DATASET}    source: {{kid: dir, path: /x}}\n", "did you write 'kid' for it?"),
     ],
-)
+)  # fmt: skip
 def test_what_follows_from_a_mistake_is_no_second_one(text: str, one_mistake: str) -> None:
     with pytest.raises(kit.errors.SettingsError) as raised:
         configfile.parse(text, "f")
     assert one_mistake in str(raised.value)
     assert not raised.value.lines
+
+
+def test_a_missing_key_that_no_other_stands_for_is_told() -> None:
+    with pytest.raises(kit.errors.SettingsError) as raised:
+        configfile.parse(f"{DATASET}    source: {{kind: dir, user: a}}\n", "f")
+    assert [line.split(": ")[1] for line in raised.value.lines[:2]] == [
+        "cache.datasets[0].source.path", "cache.datasets[0].source.user",
+    ]  # fmt: skip
 
 
 def test_several_mistakes_have_a_line_each() -> None:

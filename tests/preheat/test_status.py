@@ -92,6 +92,7 @@ def test_page_shows_each_image_and_the_disk(room: Preheat) -> None:
     assert shown.keys() == requests.keys()
     assert (shown[REF][1].text, shown[REF][1].tone) == ("ready", "good")
     assert "dropped from policy; released at" in shown["r.e/b:v1"][3].below[0].text
+    assert [row[2].text for row in section.rows].count("size not known yet") == 3
     room.reconciler.trouble = "it does not answer"
     assert api.sections(room)[0].summary == "it does not answer"
 

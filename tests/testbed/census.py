@@ -56,7 +56,7 @@ def agent(folder: Path, *, with_gpus: bool = False) -> app.Agent:
     apart. ImportError where gRPC is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agent.yaml").write_text(_settings(folder))
-    made = app.Agent(folder / "agent.yaml", configfile.load(folder / "agent.yaml"))
+    made = app.Agent(folder / "agent.yaml", configfile.load_or_last(folder / "agent.yaml", None))
     rooms: dict[str, Any] = {each.room.name: each.component for each in made.state.running}
     _fill_cache(rooms["cache"], folder)
     _fill_preheat(rooms["preheat"])

@@ -1,8 +1,9 @@
 """A FUSE file system of one file, ``disk``, over a backing file, whose reads fail on request.
 
 Run as a process: MOUNTPOINT BACKING CONTROL. CONTROL is JSON, replaced atomically while running: a
-list of {"offset", "length", and one of "errno": 5 | "zero": true | "hang": true}. A hanging read is
-answered when the control file no longer says so. Once one hangs, CONTROL.hangs exists.
+list of {"offset", "length", and one of "errno": 5 | "zero": true | "hang": true | "seconds": 0.01}.
+One read is served after the other; with "seconds" it takes so long. A hanging read is answered when
+the control file no longer says so. Once one hangs, CONTROL.hangs exists.
 """
 
 import ctypes
@@ -141,6 +142,8 @@ class Server:
             self._hangs.touch()
             time.sleep(0.05)
             fault = self._faults.at(offset, size)
+        if fault:
+            time.sleep(fault.get("seconds", 0))
         if fault and "errno" in fault:
             self._reply(unique, fault["errno"])
             return

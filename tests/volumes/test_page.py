@@ -24,8 +24,8 @@ DEVICE: dict[str, Any] = {
             {"in_force": False, "reasons": ["no cgroup"]},
             "not in force, although its mode is enforce",
         ),
-        ({"leases": [1, 2]}, "2 permits to format are open"),
-        ({"denials": [1]}, "1 refusals are remembered"),
+        ({"leases": [1, 2]}, "Open permits to format: 2."),
+        ({"denials": [1]}, "Refusals remembered: 1."),
     ],
 )
 def test_guard_in_a_sentence(more: dict[str, Any], text: str) -> None:

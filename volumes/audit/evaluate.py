@@ -12,6 +12,8 @@ from volumes.settings import RuleSettings
 RULES: tuple[AuditRule, ...] = (
     mounting.leaked_mount,
     mounting.busy_mount,
+    mounting.staged_unused,
+    mounting.file_system_errors,
     mounting.private_propagation,
     mappings.mapped_unmounted,
     mappings.unmap_failing,

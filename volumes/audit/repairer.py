@@ -4,6 +4,7 @@ Called after each round of the audit, so on every change of mounts and devices a
 intervals. Before an unmap it scans once more, users included, and decides once more.
 """
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,15 @@ from linux import blockdev
 from volumes.audit import actions, executors, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
+from volumes.audit.rules.mounting import forgotten
 from volumes.audit.types import GuardView
 from volumes.ledger.witness import Witness
 from volumes.settings import RepairSettings
 
 _SAY_AGAIN_SECONDS = 3600.0  # a dry run is not journalled again sooner
 _RETRY_SECONDS = 60.0  # least time between two attempts of a step that failed
+ASK_SECONDS = 60.0  # between two questions about one volume that kubelet forgot
+_MOST_ASKED = 4  # of them in one round
 _PROBED = ("has_fs", "partitioned", "encrypted", "blank_verified")  # verdicts that are an answer
 
 
@@ -51,6 +55,10 @@ class Repairer:
         self._said: dict[tuple[str, Step], float] = {}
         self._not_before: dict[tuple[str, Step], float] = {}
         self._recalled = False
+        self.detached: frozenset[str] = frozenset()  # see Scene
+        # By handle: when the cluster was asked, and whether it has the volume attached here. None:
+        # it was never seen attached.
+        self._attached: dict[str, tuple[float, bool | None]] = {}
 
     def users_of(self, look: Look) -> tuple[str, ...]:
         """Broken devices, whose users the next scan must search."""
@@ -94,6 +102,29 @@ class Repairer:
                 pauses.append(max(1.0, sight.free_since + self.settings.settle - time.time()))
         self.shown = shown
         return min((each for each in pauses if each is not None), default=None)
+
+    async def ask_attached(self, inventory: Inventory) -> bool:
+        """Ask the cluster about the volumes that kubelet seems to have forgotten. Whether
+        ``detached`` changed."""
+        volumes = {each.handle: each for each in forgotten(inventory)}
+        now = time.monotonic()
+        # At once, though each volume passes through this state when its last pod ends: the cluster
+        # may detach it in a moment.
+        known = {handle: self._attached.get(handle, (-math.inf, None)) for handle in volumes}
+        due = [handle for handle, (at, _) in known.items() if now - at >= ASK_SECONDS]
+        for handle in due[:_MOST_ASKED]:
+            before = known[handle][1]
+            try:
+                there = await self._witness.is_attached(volumes[handle].driver, handle)
+            except (kit.errors.AgentError, OSError):
+                known[handle] = now, before
+                break  # the others would wait as long
+            # Some drivers' volumes are never attached: what was not there is not gone.
+            known[handle] = now, there if there or before is not None else None
+        self._attached = known
+        gone = frozenset(handle for handle, (_, there) in known.items() if there is False)
+        changed, self.detached = gone != self.detached, gone
+        return changed
 
     def _mode(self, case: Case, step: Step) -> str:
         """What was begun is released in every mode: a taint must not stay."""

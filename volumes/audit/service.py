@@ -213,8 +213,12 @@ class Audit:
     def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
-        found = [hit for hit in found if self._concerns(hit.groups.get("device", ""))]
-        self._hits = patterns.note(self._hits, found, self._patterns, time.time(), hold)
+        about = [(hit, hit.groups.get("device", "")) for hit in found]
+        found = [
+            h for h, name in about if self._concerns(name) or name.startswith(patterns.MAPPING)
+        ]
+        hits = patterns.unmounted(self._hits, self.inventory)
+        self._hits = patterns.note(hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:
@@ -254,6 +258,8 @@ class Audit:
             self.wake()
         look = self._look()
         if look is not None:
+            if await self.repairer.ask_attached(look.inventory):
+                self.wake()
             again = await self.repairer.work(look, self._look_afresh)
             if again is not None:
                 asyncio.get_running_loop().call_later(again, self.wake)
@@ -354,11 +360,14 @@ class Audit:
             logs=tuple(
                 hit
                 for hit in patterns.join(
-                    patterns.frequent(self._hits, self._patterns), self.inventory
+                    patterns.frequent(self._hits, self._patterns),
+                    self.inventory,
+                    self.wanted.guard.drivers,
                 )
                 if self._concerns(hit.device)  # the setting may be newer than the line
             ),
             former=self._mounted_before(),
+            detached=self.repairer.detached,
         )
 
     def _mounted_before(self) -> dict[str, frozenset[str]]:

@@ -99,6 +99,9 @@ class Scene:
     # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    # Handles of staged volumes whose VolumeAttachment for this node was there and is gone.
+    detached: frozenset[str] = frozenset()
+
     @property
     def answering(self) -> dict[str, protocol.ClusterView]:
         """The clusters that answer, by name."""

@@ -24,6 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from linux import kmsg
 from volumes.ledger import statement
 from volumes.ledger.store import Knowledge
 from volumes.probe.examine import Kind, Verdict
@@ -92,13 +93,12 @@ class ErrorLog:
     OF_DEVICE = tuple(
         re.compile(pattern)
         for pattern in (
-            r"I/O error, dev (\w+)",
-            r"Buffer I/O error on dev(?:ice)? (\w+)",
-            r"lost (?:async|sync) page write.* (\w+)",
-            r"rbd: (rbd\d+): .*(?:result -\d+|watch error|failed|timed out)",
-            r"block (nbd\d+): .*(?:[Ee]rror|[Ff]ailed|timed out|[Dd]ead|Receive control)",
-            r"EXT4-fs (?:error|warning) \(device (\w+)\)",
-            r"XFS \((\w+)\): .*(?:error|shut down|corruption)",
+            *kmsg.IO_ERRORS.values(),
+            r"rbd: (?P<device>rbd\d+): .*(?:result -\d+|watch error|failed)",
+            r"block (?P<device>nbd\d+): (?:.*(?:error|failed|timed out)|Dead|Possible stuck)",
+            r"EXT4-fs (?:error|warning) \(device (?P<device>[\w-]+)\)",
+            r"XFS \((?P<device>[\w-]+)\): .*(?:[Ee]rror|[Ss]hut|Corruption)",
+            r"BTRFS:? \w+ \(device (?P<device>[\w-]+).*(?:errno=|errs: |forced readonly)",
         )
     )
     # libceph does not name the device. Newer kernels name the cluster (fsid), and lines about a
@@ -124,7 +124,7 @@ class ErrorLog:
         """One line of the kernel's log."""
         for pattern in self.OF_DEVICE:
             if match := pattern.search(text):
-                self._devices[match[1]] = time
+                self._devices[match["device"]] = time
                 if len(self._devices) > self.MOST_DEVICES:
                     oldest = min(self._devices, key=lambda name: self._devices[name])
                     self._any = max(self._any, self._devices.pop(oldest))

@@ -7,7 +7,8 @@ automatic lease, however blank it reads.
 
 ``Witness`` asks and marks. What its answer means for a lease is decided in ``statement``.
 An API server that does not answer is UNKNOWN, with the time since this volume was first asked about
-in vain. Requests are counted against a limit for each minute, of which marks may use half.
+in vain. Requests are counted against a limit for each minute, of which marks and
+questions about forgotten volumes may use half.
 """
 
 import asyncio
@@ -227,13 +228,21 @@ class Witness:
         """What the cluster says that claims the device's volume for this node; empty: nothing, or
         the volume is not one that kubelet staged while this agent ran. AgentError: not known."""
         claim = self._claims.get(device.lowest.volume)
-        if not self.is_configured or claim is None:
-            return ""
+        name = await self._attachment(claim, 0) if self.is_configured and claim is not None else ""
+        return f"the cluster has {name} attached to this node" if name else ""
+
+    async def is_attached(self, driver: str, handle: str) -> bool:
+        """Whether the cluster has a volume attached to this node. AgentError: not known."""
+        if not self.is_configured:
+            raise KubeError("VolumeAttachment", "no cluster is configured")
+        keep = self.settings.per_minute / 2
+        return bool(await self._attachment(VolumeClaim(driver, handle), keep))
+
+    async def _attachment(self, claim: VolumeClaim, keep: float) -> str:
         try:
-            name = await self._attached(claim, keep=0)
+            return await self._attached(claim, keep)
         except TooOftenError:
             raise KubeError("VolumeAttachment", "asked too often in this minute") from None
-        return f"the cluster has {name} attached to this node" if name else ""
 
     async def taint(self, wanted: bool) -> None:
         """Put the taint of a repair on this node, or take it away. KubeError."""

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import kit.files
 import kit.line_worker
 from linux import blkid, blockdev
 
 _BLKGETSIZE64 = 0x80081272
 _BLKGETDISKSEQ = 0x80081280
 _CHUNK = 2**20
-_READERS = 8  # a network device answers many small reads at once
+_READERS = 32  # a network device answers many small reads at once
 K, M, G, T = 2**10, 2**20, 2**30, 2**40
 PAGE = 4 * K
 SAMPLES = 256
@@ -160,7 +161,7 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
         os.close(buffered)
     if result == blkid.AMBIVALENT:
         return Verdict(Kind.AMBIVALENT)
-    if result == blkid.FOUND and values:
+    if result == blkid.FOUND and values and not (below and _is_noise(below, values)):
         return _recognised(values)
     start, lower = 0, descriptor
     if below:
@@ -184,6 +185,22 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
     else:
         found = Verdict(Kind.BLANK_VERIFIED, start=start)
     return replace(found, bytes_read=reads.total, content_at=reads.content)
+
+
+def _is_noise(below: str, values: Mapping[str, str]) -> bool:
+    """Whether the mark that libblkid found in a LUKS mapping was never written: there are zeros
+    below it. What was never written reads as noise, and two bytes of it are soon a magic."""
+    at = values.get("SBMAGIC_OFFSET") or values.get("PTMAGIC_OFFSET")
+    if at is None:
+        return False
+    try:
+        with kit.files.closing(os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)) as lower:
+            there = _Reads(lower)
+            start = blkid.luks_data_offset(lower)
+            there.run([(start + int(at) // PAGE * PAGE, PAGE)])
+    except OSError:
+        return False
+    return there.failed is None and there.content is None
 
 
 def _recognised(values: Mapping[str, str]) -> Verdict:
@@ -260,18 +277,30 @@ class _Reads:
 # RAID labels.
 
 
+# Where a first partition and LVM's first volume begin, and the data behind a LUKS2 header.
+_STARTS = (M, 16 * M)
+
+
 def marks(size: int) -> list[tuple[int, int]]:
     """(offset, length) of every fixed mark, in bytes, multiples of 4 KiB inside the device.
 
     The front holds the primary marks of all file systems, LVM, LUKS (second header up to 4 MiB),
     md 1.1 and 1.2, ZFS labels 0 and 1 and partition tables; the end those of GPT's backup, md 0.90
-    and 1.0, DDF and IMSM, ZFS labels 2 and 3, NILFS2, NTFS, HFS+ and bcachefs.
+    and 1.0, DDF and IMSM, ZFS labels 2 and 3, NILFS2, NTFS, HFS+ and bcachefs. Copies of ext and
+    XFS lie all over the device, also where they begin in a partition, in LVM or behind LUKS2.
     """
     wanted = [(0, 4 * M + 64 * K), (size - 2 * M, 2 * M)]
     wanted += [(at, 64 * K) for at in (64 * M, 256 * G, 1024 * T)]  # btrfs mirrors
     wanted += [(at * G, 64 * K) for at in (1, 10, 100, 1000)]  # copies of BlueStore's label
     wanted += [(at, PAGE) for at in _ext_backups(size)]
-    wanted += [(at, PAGE) for at in _xfs_groups(size)]
+    wanted += [(at, PAGE) for at in _xfs_groups(size, (*range(2, 9), 16, 32))]
+    for start in _STARTS:
+        rest = size - start
+        wanted += [(start + at, PAGE) for at in _ext_backups(rest)]
+        # to the end of the device, to that of a GPT, or whole extents of LVM
+        for inner in {rest, rest - M, rest // (4 * M) * (4 * M)}:
+            groups = _xfs_groups(inner, (2, 4, 8, 16, 32), most=2)
+            wanted += [(start + at, PAGE) for at in groups]
     return _inside(wanted, size)
 
 
@@ -297,16 +326,16 @@ def _ext_backups(size: int) -> list[int]:
     return found
 
 
-def _xfs_groups(size: int) -> list[int]:
-    """Superblock copies at the head of XFS allocation groups, for the group counts and stripe
-    alignments that mkfs.xfs chooses by itself."""
+def _xfs_groups(size: int, counts: tuple[int, ...], most: int = 64) -> list[int]:
+    """Superblock copies at the head of XFS allocation groups, for the group ``counts`` and stripe
+    alignments that mkfs.xfs chooses by itself; of each layout the first ``most``."""
     found = []
     for unit in (PAGE, 64 * K, M, 4 * M):
-        for count in (*range(2, 9), 16, 32):
+        for count in counts:
             for group in (-(-size // (count * unit)) * unit, size // (count * unit) * unit):
-                found += [group * number for number in range(1, count)]
+                found += [group * number for number in range(1, min(count, most + 1))]
     for group in (T, T - PAGE):
-        found += [group * number for number in range(1, 65)]
+        found += [group * number for number in range(1, most + 1)]
     return found
 
 

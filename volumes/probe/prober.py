@@ -1,13 +1,15 @@
 """Probes devices in child processes, because a read of a dead device cannot be interrupted.
 
-A child in an uninterruptible sleep does not die of SIGKILL until its device answers. At the
-deadline it is abandoned, and while it exists the device's verdict is TIMEOUT without another child,
-which would only hang beside it. Children that answered are kept while other probes wait, then one,
-and one is started ahead, because a start takes longer than a probe.
+A child in an uninterruptible sleep does not die of SIGKILL until its device answers. When for a
+deadline none of its reads was answered it is abandoned, and while it exists the device's verdict is
+TIMEOUT without another child, which would only hang beside it. Children that answered are kept
+while other probes wait, then one, and one is started ahead, because a start takes longer than a
+probe.
 """
 
 import asyncio
 import random
+import weakref
 
 import structlog
 
@@ -15,11 +17,17 @@ import kit.errors
 import kit.line_worker
 import kit.tasks
 from kit import processes
+from linux import procfs
 from volumes.probe.examine import Kind, Request, Verdict
 
 log = structlog.get_logger("volumes")
 
 MOST_OF_CLUSTER = 8  # devices of one cluster whose children hang
+# Of a whole probe. A blank device costs 550 reads: with 3 s so many pass at 80 ms each, one after
+# the other. The request that waits for it has 55 s.
+MOST_DEADLINES = 20
+MOST_SECONDS = 45.0
+MOST_CLUSTERS = 4  # that have all their slots in use at a time
 _NO_ANSWER = "no answer"
 
 
@@ -30,7 +38,8 @@ def _about(device: str) -> str:
 class Prober:
     """Invariant: at most one child per device exists, a hanging one included.
 
-    ``deadline``: seconds for one probe. ``at_once``: probes that run at a time; hanging ones do not
+    ``deadline``: seconds without an answered read. ``at_once``: probes of one cluster that run at a
+    time, because one whose devices are slow must not keep others waiting; hanging ones do not
     count.
     """
 
@@ -38,7 +47,9 @@ class Prober:
         self.deadline = deadline
         self.started = 0
         self._probes: dict[str, asyncio.Task[Verdict]] = {}
-        self._slots = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once * MOST_CLUSTERS)
+        self._of_cluster: weakref.WeakValueDictionary[str, asyncio.Semaphore]
+        self._of_cluster = weakref.WeakValueDictionary()
         self._late: dict[str, str] = {}  # with their clusters
         self._at_once = at_once
         self._spares: list[kit.line_worker.LineWorker[Verdict]] = []
@@ -51,9 +62,13 @@ class Prober:
             del self._late[device]
         return frozenset(self._late)
 
+    @property
+    def _whole(self) -> float:
+        return max(self.deadline, min(MOST_DEADLINES * self.deadline, MOST_SECONDS))
+
     async def probe(self, device: str, below: str = "", cluster: str = "") -> Verdict:
         """The verdict on the device node ``device`` (see ``Request`` for ``below``), at the latest
-        ``deadline`` seconds after its child may start. Calls for one device share one child.
+        ``_whole`` seconds after its child may start. Calls for one device share one child.
 
         ``cluster``: what does not answer together, a cluster's fsid or a driver's name.
         TooManyHangError, which says nothing about the device, where too many children hang, of all
@@ -92,13 +107,14 @@ class Prober:
                 self._spares.remove(spare)
 
     async def _run(self, device: str, below: str, cluster: str) -> Verdict:
-        async with self._slots:
+        mine = self._of_cluster.setdefault(cluster, asyncio.Semaphore(self._at_once))
+        async with mine, self._slots:
             self.started += 1
             worker = self._spares.pop() if self._spares else _worker()
             worker.about = _about(device)
             try:
                 request = Request(device, random.getrandbits(32), below)
-                found = await worker.ask(request, self.deadline)
+                found = await self._ask(worker, request)
             except processes.TooManyHangError:
                 raise
             except processes.DeadlineError:  # the worker has abandoned its child
@@ -111,6 +127,20 @@ class Prober:
                 await self._keep(worker)
         await self.warm()
         return found
+
+    async def _ask(self, worker: kit.line_worker.LineWorker[Verdict], request: Request) -> Verdict:
+        """Its answer. DeadlineError when the device stopped answering, or after ``_whole``."""
+        try:
+            async with asyncio.timeout(self.deadline) as limit:
+                following = asyncio.create_task(_follow(worker, limit, self.deadline))
+                try:
+                    return await worker.ask(request, self._whole)
+                finally:
+                    await kit.tasks.end(following)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise processes.DeadlineError(request.device, _NO_ANSWER, "") from error
 
     async def _keep(self, worker: kit.line_worker.LineWorker[Verdict]) -> None:
         """For the next probe; as many as still wait for one, then one."""
@@ -132,6 +162,19 @@ class Prober:
         await asyncio.gather(*ends)
         while self._spares:
             await self._spares.pop().close()
+
+
+async def _follow(
+    worker: kit.line_worker.LineWorker[Verdict], limit: asyncio.Timeout, deadline: float
+) -> None:
+    """Let the deadline begin anew while the child's reads are answered."""
+    before = None
+    while not limit.expired():
+        now = procfs.reads(worker.pid) if worker.pid is not None else None
+        if now != before:
+            before = now
+            limit.reschedule(asyncio.get_running_loop().time() + deadline)
+        await asyncio.sleep(deadline / 8)
 
 
 def _worker() -> kit.line_worker.LineWorker[Verdict]:

@@ -54,6 +54,10 @@ def is_mounted(path: Path) -> bool:
     return bool(mountinfo.at(str(path), mountinfo.read()))
 
 
+def mounts_of(path: Path) -> int:
+    return len(mountinfo.at(str(path), mountinfo.read()))
+
+
 def manifest(source: Path, area: Path) -> Path:
     """What the files are, for a reader."""
     files = {}
@@ -237,6 +241,45 @@ def test_wrong_requests_are_answered_by_name(
     with csi.refused("ALREADY_EXISTS", "volume v is mounted there"):
         kubelet.publish(target, PARENT)
     kubelet.unpublish(target)
+
+
+LINKED = ("mount", "volume", "driver", "volumes", "pod", "pods")  # parts of a target path
+
+
+@pytest.mark.parametrize("part", LINKED)
+def test_only_the_kubelets_own_directories_may_be_links(
+    serving: agent.Agent, kubelet: csi.Kubelet, area: Path, part: str
+) -> None:
+    """In the folder of a pod others may put links, which would lead a mount over the host."""
+    target, away = kubelet.target(), area / "away"
+    target.mkdir()
+    link = [target, *target.parents][LINKED.index(part)]
+    link.rename(away)
+    link.symlink_to(away)
+    real = away / target.relative_to(link)
+    if part == "pods":
+        kubelet.publish(target, COCO)
+        kubelet.publish(target, COCO)
+        assert mounts_of(real) == 1
+        kubelet.unpublish(target)
+        assert mounts_of(real) == 0 and not real.exists()
+        return
+    refusal = f"{target}: a part of it is a symbolic link"
+    with csi.refused("FAILED_PRECONDITION", refusal):
+        kubelet.publish(target, COCO)
+    assert mounts_of(real) == 0
+    mounts.mount("nodeagent-test", real, "tmpfs", 0)  # somebody else's
+    try:
+        if part == "mount":
+            kubelet.unpublish(target)  # a link is no mount point: the kubelet removes it
+        else:
+            with csi.refused("FAILED_PRECONDITION", refusal):
+                kubelet.unpublish(target)
+        assert mounts_of(real) == 1
+    finally:
+        mounts.detach(real)
+    assert real.exists()
+    serving.call("DELETE", "/v1/datasets/coco")  # nobody holds it
 
 
 def test_volumes_hold_their_dataset_and_outlive_the_agent(

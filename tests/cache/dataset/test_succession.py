@@ -157,6 +157,15 @@ async def test_generation_that_goes_is_not_taken_for_a_lost_view(
     assert back.dataset.changes % 2 == 0
 
 
+def test_a_dataset_that_is_removed_is_not_taken_for_a_lost_view(tmp_path: Path) -> None:
+    """The watch of the views looks before the succession has noted it."""
+    back = started(tmp_path, {"s1": COMPLETE | {"served": 9.0}})
+    back._shown = {back.dataset.current.id}
+    assert back.shown
+    back.dataset.removed = True
+    assert not back.shown
+
+
 async def test_what_is_to_go_is_gone_before_another_one_takes_its_folder(tmp_path: Path) -> None:
     stale = {"state": "stale", "served": 8.0}
     after = started(tmp_path, {"s1": COMPLETE | {"served": 9.0}, "s2": stale}, chosen="s2")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import kit.errors
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
 from cache.fill import protocol, space
@@ -30,7 +31,10 @@ class Node:
         self.gives = 0  # SSD bytes, each time
 
         async def settle(_: object, dataset: Dataset, **given: Any) -> bool:
-            self.asked.append((dataset.name, given["limits"]))
+            allowed = given["limits"] or self._limits(dataset, "evict")
+            if given.get("own") and given["limits"] is None:
+                allowed = limits.of_its_own(dataset, allowed)
+            self.asked.append((dataset.name, allowed))
             dataset.freed += self.gives
             return True
 
@@ -228,3 +232,25 @@ async def test_eviction_leaves_what_was_asked_of_the_version_that_serves(
     ((_, allowed),) = node.asked
     assert left(allowed, 72 * MIB, 110).bytes == 10 * MIB - 72 * MIB
     assert left(allowed, 9 * MIB, 110).bytes == MIB
+
+
+@pytest.mark.parametrize(
+    "error", [kit.errors.HostError("eviction", "a reader", ""), OSError(5, "no mount")]
+)
+async def test_an_eviction_that_fails_is_tried_again_after_a_growing_pause(
+    node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def fails(*_: object) -> None:
+        raise error
+
+    async def kept_in_memory(of: Generation, **changes: Any) -> None:
+        of.record = dataclasses.replace(of.record, **changes)
+
+    monkeypatch.setattr(evictions.Evictions, "finish", fails)
+    monkeypatch.setattr(Generation, "change", kept_in_memory)
+    dataset = node.add("a", 100 * MIB)
+    dataset.generation = dataclasses.replace(dataset.generation, evicting=True)
+    for _ in range(3):
+        assert not await node.budgets.finish(dataset)
+        assert not dataset.due.fill()
+    assert dataset.generation.why == str(error)

@@ -163,6 +163,24 @@ async def test_verify_fails_when_its_source_is_gone_at_its_turn(tmp_path: Path) 
     assert "does not answer" in shown.verification.why
 
 
+async def test_a_fill_that_may_not_run_wakes_its_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source refuses root now: until the view shows it alone, jobs lose files."""
+    shown = dataset(tmp_path, Source(), "partial")
+    shown.current.queued = True
+    scheduler = Jobs({"a": shown}, lambda: 0)
+
+    async def may_fill(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(scheduler, "_may_fill", may_fill)
+    shown._wake.clear()
+    await scheduler._fill(shown, shown.current)
+    assert not shown.current.queued
+    assert shown._wake.is_set()
+
+
 async def test_requests_and_the_dataset_itself_save_one_after_the_other(tmp_path: Path) -> None:
     shown = dataset(tmp_path, Source(), "partial")
     scheduler = Jobs({"a": shown}, lambda: 0)

@@ -209,6 +209,17 @@ async def test_raised_budget_is_tried_by_what_lacked_room_and_by_what_follows_it
     assert next_one.due.fill()
 
 
+async def test_room_hurries_no_eviction_that_waits_but_a_raised_budget_does(node: Node) -> None:
+    """Its pauses grow; somewhere on the node room comes each minute."""
+    waits = node.add("a", state="partial")
+    waits.generation = dataclasses.replace(waits.generation, evicting=True, left_files=3)
+    waits.due.fill_later(900.0)
+    node.jobs.room_came([waits])
+    assert not waits.due.fill()
+    await node.jobs.budgets_raised([waits])
+    assert waits.due.fill()
+
+
 # --- what goes on
 
 

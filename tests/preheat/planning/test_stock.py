@@ -33,7 +33,8 @@ async def test_a_hold_is_as_old_as_the_time_that_passed(
     clock = {"time": NOW - 10 * DAY, "monotonic": 5.0}
     made = SimpleNamespace(time=lambda: clock["time"], monotonic=lambda: clock["monotonic"])
     monkeypatch.setattr(stock, "time", made)
-    uses = stock.ImageUses(None)  # type: ignore[arg-type]
+    no_runtime: Any = None  # nothing is in use, so nothing is stored
+    uses = stock.ImageUses(no_runtime)
     inventory = base.ImageInventory(holds=(hold(role, NOW - 10 * DAY + created, state),))
     await uses.note(inventory)
     clock.update(time=NOW + 60, monotonic=65.0)

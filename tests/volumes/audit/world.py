@@ -137,12 +137,19 @@ class Cluster:
     def __init__(self) -> None:
         self.claim = ""
         self.silent = False
+        self.asked = 0
         self.taints: list[bool] = []
 
     async def attached_here(self, device: BlockDevice) -> str:
         if self.silent:
             raise kit.errors.HostError("VolumeAttachment", "no answer within 3s", "")
         return self.claim
+
+    async def is_attached(self, driver: str, handle: str) -> bool:
+        self.asked += 1
+        if self.silent:
+            raise kit.errors.HostError("VolumeAttachment", "no answer within 3s", "")
+        return bool(self.claim)
 
     async def taint(self, wanted: bool) -> None:
         self.taints.append(wanted)

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 import kit.errors
+from kube.client import KubeError
 from kube.objects import attachment_name
 from kube.settings import AccessSettings, ThisNode
 from linux import blockdev
@@ -258,6 +259,17 @@ async def test_limit_refuses_without_asking_and_marks_leave_half_of_it(tmp_path:
         assert [each.knowledge for each in said] == [Knowledge.UNKNOWN] * 8
         assert "10 times in this minute" in said[-1].text
         assert said[-1].silent_for == 0.0  # not the API server's fault: it opens nothing
+
+
+async def test_questions_about_forgotten_volumes_leave_half_of_the_limit(tmp_path: Path) -> None:
+    """The other half is for leases."""
+    cluster = Cluster()
+    async with asking(cluster, tmp_path, per_minute=10) as witness:
+        for _ in range(5):
+            assert await witness.is_attached(CLAIM.driver, CLAIM.handle)
+        with pytest.raises(KubeError, match="too often"):
+            await witness.is_attached(CLAIM.driver, CLAIM.handle)
+        assert (await witness.ask(DEVICE)).knowledge is not Knowledge.UNKNOWN
 
 
 async def test_account_that_may_not_patch_says_so_and_goes_on_reading(tmp_path: Path) -> None:

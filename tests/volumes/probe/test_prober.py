@@ -177,6 +177,19 @@ async def test_probe_leaves_the_cache_of_a_mounted_device(
         assert not _cached(disk.device), "of a device that nobody uses the cache is dropped"
 
 
+async def test_a_slow_device_is_probed_to_its_end(tmp_path: Path) -> None:
+    """Each read takes 25 ms, and one waits for the other: a pool of disks that recovers. The 500
+    reads of a probe take longer than its deadline."""
+    probes = prober.Prober(deadline=3.0)
+    try:
+        with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+            disk.fault({"offset": 0, "length": SIZE, "seconds": 0.025})
+            found = await probes.probe(disk.device)
+        assert found.verdict is Kind.BLANK_VERIFIED and found.seconds > probes.deadline
+    finally:
+        await probes.close()
+
+
 async def test_hanging_device_has_one_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

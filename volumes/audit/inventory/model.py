@@ -93,6 +93,16 @@ class User:
 
 
 @dataclass(frozen=True)
+class FsErrors:
+    """The errors that a live ext4 has counted; fsck sets the count back. ``last``: Unix time.
+    ``stops``: at the first one it stops writing (errors=remount-ro)."""
+
+    count: int
+    last: float
+    stops: bool
+
+
+@dataclass(frozen=True)
 class Publish:
     """A staged volume given to a pod."""
 
@@ -122,7 +132,7 @@ class Volume:
 class Inventory:
     """Everything one scan saw. ``deep``: the mount namespaces were visited too."""
 
-    taken: float  # Unix time
+    taken: float  # Unix time of its begin
     cpu: float  # seconds of CPU
     deep: bool
     devices: tuple[blockdev.BlockDevice, ...] = ()  # watched devices that have a medium
@@ -132,6 +142,7 @@ class Inventory:
     # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes, and
     # where kubelet has a record of it as one.
     raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fs_errors: Mapping[str, FsErrors] = field(default_factory=dict)  # by device or layer
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
@@ -155,6 +166,17 @@ class Inventory:
         """Every watched device by its number and those of its layers."""
         layers = {number: device for device in self.devices for number in device.numbers}
         return layers | {device.number: device for device in self.devices}
+
+    @functools.cached_property
+    def file_systems(self) -> dict[str, tuple[object, ...]]:
+        """By name of the watched device or layer on which one is live: what the device is attached
+        as, whatever its size."""
+        found: dict[str, tuple[object, ...]] = {}
+        for device in self.devices:
+            names = [layer.name for layer in device.layers if layer.active]
+            for name in names + ([device.name] if device.active else []):
+                found[name] = device.number, device.diskseq, device.volume
+        return found
 
     @functools.cached_property
     def _by_name(self) -> dict[str, blockdev.BlockDevice]:

@@ -22,7 +22,7 @@ import kit.processes
 from linux import blockdev, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
-from volumes.audit.inventory.model import Inventory, Place, User, Volume, related
+from volumes.audit.inventory.model import FsErrors, Inventory, Place, User, Volume, related
 from volumes.node import raw_block
 
 _ABOUT = "scan of the node"
@@ -219,7 +219,7 @@ class Kept:
 
 def scan(request: Request, kept: Kept | None = None) -> Inventory:
     """The node now. OSError only when /proc or /sys themselves cannot be read."""
-    cpu = time.process_time()
+    began, cpu = time.time(), time.process_time()
     kept = kept or Kept()
     present = kept.devices.scan(request.drivers, request.changed, request.sys, request.proc)
     devices = [each for each in present if blockdev.is_named(each.name, request.names)]
@@ -270,12 +270,13 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
         users = holders.users(processes, request.proc, set(numbers), set(tables), servers)
     watching = _named(devices, volumes)
     return Inventory(
-        taken=time.time(),
+        taken=began,
         cpu=time.process_time() - cpu,
         deep=request.deep,
         devices=tuple(watching),
         related=tuple(related(watching, others)),
         raw=_raw(devices, everything, nodes, noted),
+        fs_errors=_fs_errors(devices, request.sys, request.proc),
         host=tuple(host),
         host_spaces=tuple(tables),
         kubelet=kubelet[0] if kubelet else None,
@@ -332,6 +333,20 @@ def _host_tables(
             gaps.append(f"mount table of pid {pid}: {error.strerror}")
     kept.tables = {inode: each for inode, each in kept.tables.items() if inode in tables}
     return tables
+
+
+def _fs_errors(devices: list[blockdev.BlockDevice], sys: str, proc: str) -> dict[str, FsErrors]:
+    """By name of the device or layer. None of this waits for the device."""
+    found = {}
+    live = [device for device in devices if "ext4" in device.active]
+    names = [name for d in live for name in (d.name, *(layer.name for layer in d.layers))]
+    for name in names:
+        home = f"{sys}/fs/ext4/{name}"
+        if count := rbd_sysfs.integer(rbd_sysfs.text(f"{home}/errors_count")):
+            last = rbd_sysfs.integer(rbd_sysfs.text(f"{home}/last_error_time"))
+            options = rbd_sysfs.text(f"{proc}/fs/ext4/{name}/options").split("\n")
+            found[name] = FsErrors(count, float(last), "errors=remount-ro" in options)
+    return found
 
 
 def _hidden(processes: Processes | None) -> list[str]:

@@ -50,7 +50,8 @@ def configuration(
         kernel=settings.kernel,
         sources=tuple(sources.FollowedLog(s.name, s.files, s.unit) for s in settings.sources),
         expressions=expressions(patterns),
-        devices=device_names(drivers),
+        # What lies on a watched device may be named in its place (patterns.join).
+        devices=device_names((*drivers, "device-mapper")),
         lines_per_second=settings.lines_per_second,
         namespaces=settings.namespaces,
     )

@@ -1,6 +1,7 @@
 """Which lines of the logs matter: the pattern file, and the recent hits of its patterns.
 
-Hits are counted, joined to devices, and forgotten after ``hold``. Invariant: of each log at most
+Hits are counted, joined to devices, and forgotten after ``hold``; what the kernel says once of a
+mounted file system (``lasts``) is kept until that is unmounted. Invariant: of each log at most
 ``quota`` different hits are kept: the graver ones, then those that came first, so that a flood does
 not change them all the time. A log that has more is flooding. No log's hits cost another's.
 """
@@ -20,6 +21,7 @@ import kit.errors
 import kit.files
 import kit.settings
 import kit.slips
+from linux import kmsg
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs.matcher import Expression, Hit
 from volumes.audit.types import KERNEL, LogHit, Severity
@@ -30,6 +32,7 @@ _MOST_OF_KERNEL = 200
 _MOST_OF_A_LOG = 25  # with all 32 sources of the settings no more than the reporter takes
 _MOST_TIMES = 1000  # of one hit
 _WEIGHT = {severity: weight for weight, severity in enumerate(Severity)}
+MAPPING = "dm-"  # with what the kernel's name of a mapping begins
 _KEY = ("device", "image", "pod", "volume", "path")
 
 Key = tuple[str, ...]
@@ -51,17 +54,20 @@ class Pattern(kit.settings.Section):
     source: Literal["kernel", "userspace"]
     anchor: str = Field(min_length=3)
     regex: str = Field(max_length=_LONGEST_REGEX)
+    printed_by: str = ""
     severity: Severity
     meaning: str
     advice: str
     at_least: tuple[Times, Within] = (1, 3600.0)
     hint: Literal["", "unmap-failed", "busy"] = ""
+    lasts: bool = False
     examples: tuple[str, ...] = ()
     near_misses: tuple[str, ...] = ()
 
     @field_validator("regex")
     @classmethod
     def _compiles(cls, value: str) -> str:
+        value = kmsg.IO_ERRORS.get(value, value)
         try:
             re.compile(value)
         except re.error as error:
@@ -141,6 +147,9 @@ class PatternHits:
     times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     # Source -> when it last had more different hits than are kept.
     flooding: Mapping[str, float] = field(default_factory=dict)
+    # What the mounted device was attached as when it was first looked at after its line. Empty:
+    # since then it was unmounted or is another one, so a line that lasts is over.
+    on: Mapping[Key, tuple[object, ...]] = field(default_factory=dict)
 
 
 def quota(source: str) -> int:
@@ -156,7 +165,13 @@ def note(
     hold: float,
 ) -> PatternHits:
     """``hits`` with what the log child found, and without what is older than ``hold``."""
-    recent = {key: hit for key, hit in hits.recent.items() if now - hit.last < hold}
+    lasting = {pattern.id for pattern in patterns.values() if pattern.lasts}
+    on = dict(hits.on)
+    recent = {
+        key: hit
+        for key, hit in hits.recent.items()
+        if now - hit.last < hold or (hit.pattern in lasting and on.get(key) != ())
+    }
     times = {
         key: tuple((t, n) for t, n in seen if now - t < patterns[key[0]].at_least[1])
         for key, seen in hits.times.items()
@@ -187,6 +202,7 @@ def note(
             hint=pattern.hint,
         )
         times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
+        on.pop(key, None)
     flooding = {source: at for source, at in hits.flooding.items() if now - at < hold}
     for source in {hit.source for hit in recent.values()}:
         keys = [key for key, hit in recent.items() if hit.source == source]
@@ -195,7 +211,22 @@ def note(
             del recent[key]
             flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
-    return PatternHits(recent, times, flooding)
+    on = {key: device for key, device in on.items() if key in recent}
+    return PatternHits(recent, times, flooding, on)
+
+
+def unmounted(hits: PatternHits, inventory: Inventory | None) -> PatternHits:
+    """``hits`` with the word which are over: their file system is no longer mounted, or on another
+    device."""
+    if inventory is None:
+        return hits
+    on = dict(hits.on)
+    for key, hit in hits.recent.items():
+        if inventory.taken > hit.last:
+            now = inventory.file_systems.get(hit.device, ())
+            if on.setdefault(key, now) != now:
+                on[key] = ()
+    return dataclasses.replace(hits, on=on)
 
 
 def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
@@ -211,14 +242,22 @@ def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit
     return tuple(found)
 
 
-def join(hits: Iterable[LogHit], inventory: Inventory | None) -> tuple[LogHit, ...]:
-    """Fill in the device of hits that name only a path, a volume or an image."""
-    if inventory is None:
-        return tuple(hits)
-    return tuple(
-        dataclasses.replace(hit, device=_device(hit, inventory)) if not hit.device else hit
-        for hit in hits
-    )
+def join(
+    hits: Iterable[LogHit], inventory: Inventory | None, drivers: Sequence[str]
+) -> tuple[LogHit, ...]:
+    """Fill in the device of hits that name only a path, a volume, an image, or what lies on the
+    device (a mapping, a partition). Without what names a mapping of others."""
+    devices = inventory.devices if inventory is not None else ()
+    owners = {layer.name: device.name for device in devices for layer in device.layers}
+    found = []
+    for hit in hits:
+        owner = owners.get(hit.device, hit.device)
+        if owner.startswith(MAPPING) and "device-mapper" not in drivers:
+            continue
+        if not owner and inventory is not None:
+            owner = _device(hit, inventory)
+        found.append(dataclasses.replace(hit, device=owner))
+    return tuple(found)
 
 
 def _device(hit: LogHit, inventory: Inventory) -> str:

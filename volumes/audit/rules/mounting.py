@@ -1,4 +1,5 @@
-"""Rules about mounts: leaked-mount, busy-mount, private-propagation, host-mount-options.
+"""Rules about mounts: leaked-mount, busy-mount, staged-unused, file-system-errors,
+private-propagation, host-mount-options.
 
 Why: a device can be released only after its last mount is gone, in every mount namespace. A
 container that copied the host's mounts privately never receives the host's unmount, so it keeps the
@@ -272,6 +273,110 @@ def _left_over(inventory: Inventory, device: blockdev.BlockDevice) -> Volume | N
         return None
     at = {place.target for place in inventory.on_host(device)}
     return volume if at <= set(volume.mounts) else None
+
+
+# -- staged-unused -----------------------------------------------------------------------------
+
+
+# kubelet unstages a volume within minutes of its last pod's end.
+@node_rule("staged-unused", Severity.WARNING, 600.0, records=True)
+def staged_unused(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A volume is mounted for kubelet, but no pod has it."""
+    for volume in forgotten(inventory):
+        device = inventory.device(volume.device)
+        label = device.label if device else volume.device
+        gone = volume.handle in scene.detached
+        at = ", ".join(volume.mounts[:4])
+        yield Trouble(
+            subject=volume.device,
+            key=volume.staging,
+            device=volume.device,
+            severity=Severity.CRITICAL if gone else None,
+            patience=0.0 if gone else None,
+            message=f"{label} is mounted at {at}, but no pod of this node has it"
+            + (", and its VolumeAttachment is gone: another node may write to it" if gone else ""),
+            advice="a kubelet that was restarted may have forgotten it, and then never unmounts "
+            f"it. Make sure that no pod on this node starts with it; then unmount {at} and unmap "
+            f"{volume.device} without force. Until then start no pod with it on another node",
+            evidence={
+                "staging": volume.staging,
+                "volume": volume.handle,
+                "driver": volume.driver,
+                "attachment": "gone" if gone else "there, or not known",
+            },
+        )
+
+
+def forgotten(inventory: Inventory) -> list[Volume]:
+    """Staged volumes of watched devices that are in no pod, nor asked for by one. Without a handle
+    nobody knows whose they are."""
+    found = (v for v in inventory.volumes if v.mounts and v.handle and not v.publishes)
+    return [] if inventory.no_records else [each for each in found if each.device]
+
+
+# -- file-system-errors ------------------------------------------------------------------------
+
+# Others are read-only by their nature.
+_WRITABLE = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs")
+# What ext4 says of itself since Linux 6.15. Of other kernels and file systems the super block is
+# read-only under a mount that is not, or the errors are counted.
+_STOPPED = ("emergency_ro", "shutdown")
+
+
+# A remount looks like it for a moment.
+@node_rule("file-system-errors", Severity.CRITICAL, 2.0)
+def file_system_errors(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """The file system of a volume has stopped writing, or has counted errors."""
+    for device in inventory.devices:
+        places: dict[blockdev.Number, list[Place]] = {}
+        for place in inventory.on_host(device):
+            places.setdefault(place.device, []).append(place)
+        volume = inventory.volume_of(device)
+        for number, mounted in places.items():
+            # ceph-csi's remount for a pod clears the 'ro' of a ReadOnlyMany there.
+            staged = [p for p in mounted if volume is not None and p.target in volume.mounts]
+            read_only = device.read_only or any(p.read_only for p in staged or mounted)
+            on = device.name_of(number)
+            errors = inventory.fs_errors.get(on)
+            stopped = _stopped(mounted, read_only)
+            if errors is not None:
+                stops = errors.stops and not read_only
+                counted = f"it counted {errors.count} error{'s' if errors.count > 1 else ''}"
+                stopped = stopped or (f"{counted} and stops at the first" if stops else "")
+            elif not stopped:
+                continue
+            yield Trouble(
+                subject=device.name,
+                key=on,
+                device=device.name,
+                severity=Severity.CRITICAL if stopped else Severity.WARNING,
+                message=f"the {mounted[0].fstype} of {device.label} at {mounted[0].target} "
+                + (f"takes no writes any more: {stopped}" if stopped else f"is damaged: {counted}"),
+                advice="no line of the log repeats it, and it does not heal while it is mounted: "
+                "find the device's I/O errors in the kernel's log, end the volume's pods, take a "
+                "snapshot, and have it checked by fsck before it is mounted again",
+                evidence={
+                    "on": on,
+                    "targets": ", ".join(place.target for place in mounted[:8]),
+                    "options": ",".join(mounted[0].super_options),
+                    **(
+                        {"errors": str(errors.count), "last": f"{errors.last:.0f}"}
+                        if errors
+                        else {}
+                    ),
+                },
+            )
+
+
+def _stopped(places: list[Place], read_only: bool) -> str:
+    """How the mount table shows it; empty when it does not, or somebody wanted it ``read_only``."""
+    for place in places:
+        words = [word for word in _STOPPED if word in place.super_options]
+        if words:
+            return words[0]
+    if places[0].fstype in _WRITABLE and places[0].super_read_only and not read_only:
+        return "it is read-only, and the mount is not"
+    return ""
 
 
 # -- private-propagation -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,19 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
+
+
+def test_a_scan_is_of_the_time_when_it_begins(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes while it runs, a line of the log above all, it may not have seen."""
+    read = blockdev.Scans.scan
+    times: list[float] = []
+
+    def noted(*arguments: Any) -> list[blockdev.BlockDevice]:
+        times.append(time.time())
+        return read(*arguments)
+
+    monkeypatch.setattr(blockdev.Scans, "scan", noted)
+    assert host.look().taken <= times[0]
 
 
 @pytest.mark.parametrize("link", ["/data/kubelet", "../../data/./kubelet", "/srv/../srv/k"])
@@ -295,3 +309,30 @@ def test_related_devices_share_content_or_a_client() -> None:
     }  # fmt: skip
     file = blockdev.BlockDevice("loop1", (7, 1), "loop", 1, False, backing="/image")
     assert model.related([file], [dataclasses.replace(file, name="loop2")])
+
+
+@pytest.mark.parametrize(("errors", "options", "stops"), [
+    ("1", "rw\nerrors=remount-ro\n", True),
+    ("3", "rw\nerrors=continue\n", False),
+    ("3", None, False),
+    ("0", "rw\nerrors=remount-ro\n", None),
+])  # fmt: skip
+def test_errors_of_a_live_ext4_are_read_from_sysfs(
+    tmp_path: Path, errors: str, options: str | None, stops: bool | None
+) -> None:
+    """Also of one that lies on a mapping; whether it stops at an error, /proc/fs says."""
+    sys, proc = tmp_path / "sys", tmp_path / "proc"
+    for folder, name, text in (
+        (sys / "fs/ext4/dm-3", "errors_count", errors),
+        (sys / "fs/ext4/dm-3", "last_error_time", "1700000000"),
+        (proc / "fs/ext4/dm-3", "options", options),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (folder / name).write_text(f"{text}\n")
+    layers = (blockdev.DeviceLayer("dm-3", (253, 3), ("ext4",)),)
+    found = scan._fs_errors([device(active=("ext4",), layers=layers)], str(sys), str(proc))
+    if stops is None:
+        assert found == {}
+    else:
+        assert found == {"dm-3": model.FsErrors(int(errors), 1700000000.0, stops)}
