@@ -244,7 +244,7 @@ class DatasetSettings(kit.settings.Section):
     Equal priority: fills go by name, and the least recently used dataset is evicted first."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    A new generation stores nearly the same files."""
+    Each new generation chooses nearly the same files to store."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit for this dataset."""
     keep: bool = False
@@ -361,7 +361,7 @@ class CacheSettings(kube.settings.RoomSettings):
     """Maximum files and directories in the store. 0: only the reserve limits them."""
     reserve: kit.settings.Share = 0.1
     """Share of the SSD's bytes and inodes that stays free, so that the kubelet reports no
-    DiskPressure. With `kubelet.config`: at least the kubelet's thresholds plus one eighth."""
+    DiskPressure. With `kubelet.config`: at least 9/8 of the kubelet's thresholds."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0

@@ -1,6 +1,5 @@
 """Write docs/api.md from the OpenAPI document: every call with its role, body and answers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,15 @@ set `admin.api`. The command line makes the same calls ([cli.md](cli.md)).
 ```
 
 How to read the lists: "Takes" names the fields of the body or the query; `!` marks a required
-field. "Gives" names a schema. The most important schemas are below, the others in
-`GET /openapi.json`. `[]` means a list. A field without a type is a string.
+field. "Gives" names a schema of `GET /openapi.json`. `[]` means a list. A field without a type is
+a string.
 """
-
-
-# Schemas of objects inside others: the page has what they are, the whole document their fields.
-# Those that most callers need; the others are in the document.
-ON_PAGE = ("Dataset", "Finding", "Image", "Overview")
-INNER = {name: each for name, each in openapi.models().items() if name not in openapi.SHOWN}
 
 
 def _type(schema: dict[str, Any]) -> str:
     """A schema in a few words."""
     if "$ref" in schema:
-        name = str(schema["$ref"]).rpartition("/")[2]
-        return "object" if name in INNER else name
+        return str(schema["$ref"]).rpartition("/")[2]
     for several in ("oneOf", "anyOf"):
         if several in schema:
             return ", ".join(_type(each) for each in schema[several])
@@ -86,35 +78,6 @@ def _gives(call: dict[str, Any]) -> str:
     return ", ".join(sorted(kinds))
 
 
-def _of_inner(schema: dict[str, Any]) -> str:
-    """What is said of the object that a field holds."""
-    for each in [schema, *schema.get("anyOf", [])]:
-        if found := INNER.get(str(each.get("$ref")).rpartition("/")[2]):
-            return str(found.get("description", ""))
-    return ""
-
-
-def _items(fields: dict[str, Any], required: list[str]) -> Iterator[str]:
-    """An item for each field; one for several that have no description."""
-    plain: list[str] = []
-    for name, schema in fields.items():
-        shown, kind = name if name in required else f"{name}?", _type(schema)
-        text = schema.get("description") or _of_inner(schema)
-        if text:
-            yield from _together(plain)
-            plain = []
-            yield pages.item(shown, "" if kind == "string" else kind, text)
-        else:
-            plain.append(f"`{shown}`" + ("" if kind == "string" else f" ({kind})"))
-    yield from _together(plain)
-
-
-def _together(plain: list[str]) -> Iterator[str]:
-    """One item for fields without a description. ``plain``: names with types."""
-    if plain:
-        yield pages.wrapped(f"* {', '.join(plain)}", "  ")
-
-
 def document() -> str:
     """The whole page."""
     parts: dict[str, list[str]] = {}
@@ -132,17 +95,6 @@ def document() -> str:
     lines = [HEAD]
     for part, rows in parts.items():
         lines += [f"## {part}", "", *rows, ""]
-    lines += ["## Schemas", ""]
-    for name, schema in sorted(whole["components"]["schemas"].items()):
-        fields = schema.get("properties", {})
-        if name not in ON_PAGE:
-            continue
-        required = schema.get("required", [])
-        lines += [f"### {name}", ""]
-        if "description" in schema:
-            lines += [pages.text(schema["description"]), ""]
-        lines += _items(fields, required)
-        lines.append("")
     return "\n".join(lines)
 
 

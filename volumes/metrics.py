@@ -40,8 +40,8 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     text = "Records of refused formats that were lost because the ring buffer was full."
     yield counter("volumes_guard_events_lost", text, counts.get("lost", 0))
     yield counter("volumes_guard_leases", "Leases granted.", executor.granted)
-    text = "Requests about PersistentVolumes: sent (asked), failed, not sent because of the limit "
-    text += "per minute (limited); and marks that were written (marked)."
+    text = "Requests about PersistentVolumes. asked: sent. failed: ended with an error. limited: "
+    text += "not sent, because of the limit per minute. marked: wrote a mark."
     yield counter("volumes_kubernetes_requests", text, executor.witness.counts, "what")
     text = "Refused formats that later got a lease. Each new volume can cause one."
     yield counter("volumes_guard_denied_then_leased", text, manager.denials.delayed)

@@ -91,8 +91,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """The verdict is 'timeout' after this time without an answered read, or when the probe lasts 20
-    times as long (limit: 45s, or this time if longer)."""
+    """The verdict is 'timeout' after this time without an answered read. A whole probe may last 20
+    times as long, but not more than 45s (or this setting, if that is longer)."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
