@@ -137,6 +137,11 @@ async def _guard(volumes: Volumes, _: Request) -> Json:
     return volumes.guard_status()
 
 
+async def _rehearsal(volumes: Volumes, _: Request) -> Json:
+    scope = volumes.guard.in_force.settings.scope
+    return {"scope": scope} | volumes.guard.rehearsal.describe()
+
+
 async def _set_mode(volumes: Volumes, request: Request) -> Json:
     mode, by, reason = _texts(request, "mode", "by", "reason")
     if mode not in _MODES:
@@ -228,6 +233,7 @@ async def _act(volumes: Volumes, request: Request) -> Json:
 
 ROUTES = (
     Route("GET", "/v1/volumes/guard", _guard),
+    Route("GET", "/v1/volumes/guard/rehearsal", _rehearsal),
     Route("PUT", "/v1/volumes/guard/mode", _set_mode, Role.DANGEROUS),
     Route("POST", "/v1/volumes/guard/detach", _detach, Role.DANGEROUS),
     Route("POST", "/v1/volumes/probe", _probe, Role.OPERATE),

@@ -35,6 +35,7 @@ _DIRECT = click.option(
 )
 _READING = (
     ("GET", "/v1/volumes/guard"),
+    ("GET", "/v1/volumes/guard/rehearsal"),
     ("GET", "/v1/volumes/ledger"),
     ("POST", "/v1/volumes/probe"),
 )
@@ -199,6 +200,55 @@ def status(ctx: CommandContext, direct: bool) -> Shown:
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     return answer, _status_lines
+
+
+_WOULD = {"refuse": "refuse", "look": "refuse, then look", "lease": "refuse, then lease"}
+
+
+def _rehearsal_lines(found: dict[str, Any]) -> Iterator[str]:
+    rows = sorted(
+        found["rows"], key=lambda each: (list(_WOULD).index(each["would"]), -each["last"])
+    )
+    since = kit.units.format_time(found["since"])
+    if found["scope"] == "ceph":
+        yield "volumes.guard.scope is ceph: no device of another driver is judged now"
+    if not rows:
+        yield f"since {since}: no write to a device that only the scope judges"
+        return
+    times = {would: sum(r["times"] for r in rows if r["would"] == would) for would in _WOULD}
+    yield (
+        f"since {since}, in mode enforce: {times['refuse']} writes would be refused; "
+        f"{times['look']} refused until a look at the device; {times['lease']} to blank devices "
+        "refused once, then permitted by a lease"
+    )
+    head = ("WOULD", "TIMES", "LAST", "PROGRAM", "DEVICE", "HELD BEFORE", "POD", "WHOSE")
+    yield from terminal.table(head, [
+        (
+            _WOULD[each["would"]], str(each["times"]), kit.units.format_time(each["last"]),
+            each["program"], " ".join(filter(None, (each["device"], each["title"]))),
+            each["held"] or "not looked at", each["pod"] or "-", each["whose"],
+        )
+        for each in rows
+    ])  # fmt: skip
+    if found["lost"]:
+        yield f"{found['lost']} more rows are not kept"
+    yield "name the node's own devices in volumes.guard.own, and programs that may write in openers"
+
+
+@terminal.command(guard, "rehearse")
+@_DIRECT
+def rehearse(ctx: CommandContext, direct: bool) -> Shown:
+    """What the guard would have done with writes that volumes.guard.scope only reports."""
+
+    def here() -> Any:
+        from volumes.guard import rehearsal
+
+        wanted, state_dir = _offline(ctx)
+        found = rehearsal.load(str(state_dir)) or rehearsal.Rows(time.time()).as_json()
+        return {"scope": wanted.scope} | found
+
+    answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard/rehearsal", None), here)
+    return answer, _rehearsal_lines
 
 
 @terminal.command(guard, "set-mode")

@@ -22,7 +22,17 @@ import kit.tasks
 from ceph.settings import ClusterSettings
 from linux import blockdev, kmsg, netlink
 from volumes import settings
-from volumes.guard import in_force, kernel, lease, lease_manager, pace, reports, steps
+from volumes.guard import (
+    in_force,
+    kernel,
+    lease,
+    lease_manager,
+    own,
+    pace,
+    rehearsal,
+    reports,
+    steps,
+)
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
 from volumes.ledger.witness import Witness
@@ -57,9 +67,11 @@ class Controller:
         mirror = Mirror(clusters, wanted.cluster_timeout)
         self.executor = steps.Executor(None, ledger, mirror, witness)
         self.manager = lease_manager.LeaseManager(wanted, self.executor, self.errors, changed)
+        self.rehearsal = rehearsal.Rehearsal(state_dir, self.manager.checks.prober)
+        self.in_force.own.looked = self._looked_at_all
         self._reports = reports.Reports(
             self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.whose,
-            changed=changed,
+            wrote=self.rehearsal.wrote, changed=changed,
         )  # fmt: skip
         self._changed = changed
         self.node = node or NodeWatch()
@@ -85,6 +97,7 @@ class Controller:
         self.node.published.append(self.manager.mounts_changed)
         await self.node.start(self)
         await self.apply(self.in_force.settings)
+        self.rehearsal.start()
         self.in_force.own.start()
         self.manager.holds.warm()
         await self.manager.checks.prober.warm()
@@ -108,6 +121,7 @@ class Controller:
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         await self.in_force.own.stop()
+        await self.rehearsal.stop()
         await self.manager.close()
         await self.executor.mirror.close()
         await self.executor.witness.close()
@@ -175,6 +189,10 @@ class Controller:
             self._heed(event.name, gone=event.action == "remove")
 
     # --- devices
+
+    def _looked_at_all(self, seen: own.LastLook) -> None:
+        if self.in_force.settings.scope != "ceph":
+            self.rehearsal.meet(seen.devices, seen.found)
 
     def _is_watched(self, device: blockdev.BlockDevice) -> bool:
         return self.in_force.settings.examines(device)

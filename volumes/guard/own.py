@@ -11,7 +11,7 @@ the guard refuses is no matter of the scope (``in_force``).
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ class LastLook:
 
 class OwnDevices:
     """``writes``: whether it writes down what is own. A command at boot or in a container may see
-    too little of the node, and nothing is judged before an agent saw all of it."""
+    too little of the node, and nothing is judged before an agent saw all of it. ``looked``: called
+    after a look that is in the kernel."""
 
     def __init__(self, state_dir: Path, writes: bool = True) -> None:
         self.seen = LastLook()
+        self.looked: Callable[[LastLook], None] = lambda _: None
         self._writes = writes
         self._state_dir = state_dir
         self._known: dict[str, str] | None = None  # what was own at the first attach
@@ -109,6 +111,7 @@ class OwnDevices:
             self._due = False
             try:
                 self.seen = await self._look()
+                self.looked(self.seen)
             except Exception as error:  # the guard of the drivers goes on, whatever it is
                 known = isinstance(error, kit.errors.AgentError | OSError | RuntimeError)
                 problem = str(error) if known else repr(error)

@@ -1,4 +1,4 @@
-"""What the guard keeps in the state directory: five files.
+"""What the guard keeps in the state directory: six files.
 
 * ``guard-override.json``: the mode that an operator set over the settings, until it is cleared.
 * ``guard-override-mode``: that mode alone, as a word. It counts as the least one while the file
@@ -7,6 +7,7 @@
   or that name no mode, never make the guard weaker than these.
 * ``guard-own.json``: what was the node's own when the guard was first attached with a scope, by
   identity (``scope.first``). Written once.
+* ``guard-rehearsal.json``: what would have been refused because of the scope (``rehearsal``).
 * ``operator.log``: what operators did to the guard past the agent's own decisions, as JSON lines.
 
 The disk may hang, so agents and commands call all this in child processes (``kit.child``).
@@ -40,6 +41,10 @@ def wanted_file(state_dir: Path) -> Path:
 
 def own_file(state_dir: Path) -> Path:
     return state_dir / "volumes" / "guard-own.json"
+
+
+def rehearsal_file(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "guard-rehearsal.json"
 
 
 def log(state_dir: Path) -> Path:
@@ -92,6 +97,11 @@ def _own(fields: dict[str, Any]) -> dict[str, str]:
 def write_own(state_dir: str, own: dict[str, str]) -> None:
     """Durable when it returns. OSError."""
     _write(own_file(Path(state_dir)), {"at": time.time(), "own": own})
+
+
+def write_rehearsal(state_dir: str, fields: dict[str, Any]) -> None:
+    """Durable when it returns. OSError."""
+    _write(rehearsal_file(Path(state_dir)), fields)
 
 
 def write_override(state_dir: str, fields: dict[str, Any] | None) -> None:

@@ -127,7 +127,7 @@ def _tell(denial: Denial, more: int = 0) -> None:
 
 class Reports:
     """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of a
-    device that only it judges (``InForce.whose``)."""
+    device that only it judges (``InForce.whose``); ``wrote``: told of each write to such a one."""
 
     def __init__(
         self,
@@ -136,12 +136,14 @@ class Reports:
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
         whose: Callable[[kernel.Number, str, blockdev.BlockDevice | None], str] = lambda *_: "",
+        wrote: Callable[[Denial, blockdev.BlockDevice | None], None] = lambda *_: None,
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
         self._ledger = ledger
         self._is_watched = is_watched
         self._whose = whose
+        self._wrote = wrote
         self._changed = changed
         self._windows = Windows(self._held_back, self._more)
         self._named: dict[kernel.Number, tuple[float, str, blockdev.BlockDevice | None]] = {}
@@ -207,6 +209,8 @@ class Reports:
         else:
             denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
         self._manager.denials.add(denial)
+        if said:
+            self._wrote(denial, device)
         if device is None or not watched:
             why = said or "this device never gets an automatic lease"
             self._manager.denials.decided(name, "", (why,))

@@ -151,6 +151,20 @@ def _scope(agent: Any) -> dict[str, Any]:
     return found
 
 
+def _rehearsal(agent: Any, *options: str) -> Any:
+    return agent.cli_json("volume", "guard", "rehearse", *options)
+
+
+def _rehearsed(agent: Any, would: str, program: str, held: str) -> None:
+    def is_there() -> bool:
+        return any(
+            (row["would"], row["program"]) == (would, program) and row["held"].startswith(held)
+            for row in _rehearsal(agent)["rows"]
+        )
+
+    waiting.until(is_there, 10, f"a row: {would}", detail=lambda: _rehearsal(agent))
+
+
 def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path: Path) -> None:
     """And refuses none, for nothing leases them yet."""
     image = blockdev.blank(tmp_path / "image", 64 * _MiB)
@@ -168,7 +182,12 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
         written = file.read_text()
         assert set(json.loads(written)["own"].values()) <= {str(why) for why in scope.Why}
 
+        waiting.until(lambda: _rehearsal(agent)["probed"], 10, "a probe", detail=agent.findings)
         assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+        _rehearsed(agent, "lease", "mkfs.ext4", "blank_verified")
+        waiting.until(lambda: _rehearsal(agent)["probed"], 20, "a probe after the write")
+        assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+        _rehearsed(agent, "refuse", "mkfs.ext4", "has_fs ext4")
         waiting.until(
             lambda: any(
                 f["rule"] == "scope-would-deny" and f" of {name} " in f["message"]
@@ -178,6 +197,7 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
         )  # fmt: skip
         assert agent.cli_json("volume", "guard", "status")["scope_mode"] == "dry-run"
         agent.kill()
+        before = _rehearsal(agent, "--direct")["rows"]
         guard = where.guard()
         guard.detach()
         agent.cli_json("volume", "guard", "attach")  # as at boot
@@ -187,6 +207,7 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
         agent.start()
         assert name in _scope(agent)["unproven"]
         assert file.read_text() == written, "it is written once"
+        waiting.until(lambda: _rehearsal(agent)["rows"] == before, 10, "the rows of before")
 
 
 @pytest.fixture
