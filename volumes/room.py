@@ -56,7 +56,8 @@ ROOM = Room(
             "volumes/ledger/*.json",
         ),
         "the guard was as strict as it could be; what was written since counts",
-    ),
+    )
+    | {"volumes/guard-rehearsal.json": "the rehearsal of the guard's scope began anew"},
     log_lines=calls("volumes.audit.logs.patterns:built_in"),
     report=Report(
         "guard",

@@ -21,7 +21,7 @@ from cache.views import users
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
 from preheat.pulling import durability
-from volumes.guard import record
+from volumes.guard import record, rehearsal
 from volumes.ledger import store as ledger
 
 WISH = intent.Wish("CachedDataset", "coco", "u", 1, "2026-01-01T00:00:00Z", {"a": 1})
@@ -108,6 +108,14 @@ def _wanted(folder: Path) -> dict[str, Any]:
     return record.read(str(folder))
 
 
+def _own_unknown(folder: Path) -> bool:
+    """Another one would take the volumes of today for the node's own."""
+    try:
+        return record.read_own(str(folder)) is None
+    except kit.errors.HostError as error:
+        return "cannot be used" in error.cause
+
+
 FILES = [
     Kept("cache-trust.json", _save_troubles,
          lambda f: _sound(f).troubles == 3, _doubts),
@@ -152,6 +160,12 @@ FILES = [
          lambda f: _wanted(f)["override"] and not _wanted(f)["errors"],
          lambda f: "override" in _wanted(f)["errors"] and _wanted(f)["word"] == "enforce",
          stays=True),
+    Kept("volumes/guard-rehearsal.json",
+         lambda f: record.write_rehearsal(str(f), rehearsal.Rows(7.0).as_json()),
+         lambda f: rehearsal.load(str(f)) == rehearsal.Rows(7.0).as_json(),
+         lambda f: rehearsal.load(str(f)) is None),
+    Kept("volumes/guard-own.json", lambda f: record.write_own(str(f), {"wwid:1": "swap"}),
+         lambda f: record.read_own(str(f)) == {"wwid:1": "swap"}, _own_unknown, stays=True),
     Kept(ledger.LedgerStore(Path())._file(ENTRY.volume).name, lambda f: _ledger(f).put(ENTRY),
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.CONTENT,
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.UNKNOWN, stays=True),
@@ -208,6 +222,7 @@ def root_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 ANY_FIELDS = {
     ("volumes/guard-wanted.json", "no-field"), ("volumes/guard-wanted.json", "wrong-type"),
     ("volumes/guard-override.json", "no-field"), ("volumes/guard-override.json", "wrong-type"),
+    ("volumes/guard-own.json", "no-field"), ("volumes/guard-own.json", "wrong-type"),
     (sample.NAME, "no-field"), (sample.NAME, "wrong-type"),
 }  # fmt: skip
 
