@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +55,14 @@ class StackedDevice:
 class Stack:
     """``swaps``: names of devices. ``pools``: names of the devices of each btrfs. ``opened``: names
     of devices that programs have open for writing, with the name of one of these; None: not
-    asked."""
+    asked. ``nodes``: targets of mounts that are nodes of block devices, with the device's name."""
 
     devices: tuple[StackedDevice, ...]
     mounts: tuple[mountinfo.Mount, ...] = ()
     swaps: tuple[str, ...] = ()
     pools: tuple[tuple[str, ...], ...] = ()
     opened: dict[str, str] | None = None
+    nodes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def disk_below(name: str) -> Number | None:
@@ -104,13 +105,29 @@ def read(
                 made = dataclasses.replace(made, below=(lower,) if lower else ())
         found.append(made)
     mapped = {each.mapping: each.name for each in found if each.mapping}
+    mounts = tuple(mountinfo.parse(_table(proc)))
     return Stack(
         devices=tuple(found),
-        mounts=tuple(mountinfo.parse(_table(proc))),
+        mounts=mounts,
         swaps=tuple(_swaps(proc, mapped)),
         pools=tuple(_pools(sysfs)),
         opened=_opened(proc, names) if programs else None,
+        nodes=dict(_nodes(root, mounts, names)),
     )
+
+
+def _nodes(
+    root: str, mounts: Iterable[mountinfo.Mount], names: dict[Number, str]
+) -> Iterator[tuple[str, str]]:
+    """A file that is mounted shows another path than the file system's root; of those kubelet's are
+    asked, by number: whoever made the node may have given it any name, in any file system."""
+    for mount in mounts:
+        if mount.root != "/" and "/volumeDevices/" in mount.target:
+            with contextlib.suppress(OSError):  # it was unmounted, or is out of sight
+                status = os.stat(f"{root.rstrip('/')}{mount.target}")
+                number = os.major(status.st_rdev), os.minor(status.st_rdev)
+                if stat.S_ISBLK(status.st_mode) and number in names:
+                    yield mount.target, names[number]
 
 
 def numbers(sysfs: str | Path = blockdev.SYSFS) -> list[tuple[str, Number]]:

@@ -47,7 +47,7 @@ _CRYPTSETUP = """
 # btrfs-progs 6. What is not named here counts as one without a value, so its value is taken for
 # the command, and is refused.
 TAKE_VALUE = {"cryptsetup": tuple(_CRYPTSETUP.split()), "btrfs": ("--format", "--log")}
-OWN = ("by-id", "by-path", "model", "vg")  # how a disk of the node may be named
+OWN = ("by-id", "by-path", "model", "vg", "name")
 _MOST = 60  # names or pairs that fit into the kernel's tables
 
 
@@ -71,7 +71,8 @@ class GuardSettings(kit.settings.Section):
     node's own. all: own are only those of the root file system and of swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """More own disks: 'by-id:PATTERN' or 'by-path:PATTERN' (in /dev/disk), 'model:PATTERN' (vendor
-    and model), 'vg:PATTERN' (volume group). Not what kubelet mounts for a PersistentVolume."""
+    and model), 'vg:PATTERN' (volume group), 'name:PATTERN' (the kernel's name, xvdb). Not what
+    kubelet mounts for a PersistentVolume."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""

@@ -71,7 +71,7 @@ class Controller:
         self.in_force.own.looked = self._looked_at_all
         self._reports = reports.Reports(
             self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.whose,
-            wrote=self.rehearsal.wrote, changed=changed,
+            rehearsal=self.rehearsal, changed=changed,
         )  # fmt: skip
         self._changed = changed
         self.node = node or NodeWatch()

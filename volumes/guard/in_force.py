@@ -145,6 +145,9 @@ class InForce:
     def _apply_now(self, guard: kernel.Kernel) -> kernel.Present:
         """In a thread: reads and writes of the kernel, milliseconds."""
         present = guard.read()
+        self.own.judged |= present.judges is not kernel.Mode.OFF or self.settings.scope != "ceph"
+        if present.judges is not kernel.Mode.OFF and self.settings.scope == "ceph":
+            own.off(guard)
         wanted = self._wanted(present)
         if not self._applied and not present.attached:
             self.came_late = sum(map(self.is_volume, self._devices.all()))
@@ -178,8 +181,9 @@ class InForce:
     def whose(self, number: kernel.Number, name: str, device: blockdev.BlockDevice | None) -> str:
         """What the scope says of a device that only it judges; empty: it is guarded. None: it went
         already."""
-        by_driver = number[0] in self._majors or (device is not None and self.is_guarded(device))
-        return "" if by_driver or self.settings.scope == "ceph" else self.own.whose(name)
+        by_driver = number[0] in self._majors or number in self.parts
+        by_driver = by_driver or (device is not None and self.is_guarded(device))
+        return self.own.whose(name) if self.own.judged and not by_driver else ""
 
     def cover(self, device: blockdev.BlockDevice) -> None:
         """Guard the number of a driver that was loaded just now, of a partition with an extended

@@ -11,6 +11,7 @@ the guard refuses is no matter of the scope (``in_force``).
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +31,10 @@ log = structlog.get_logger("volumes")
 
 READ_SECONDS = 10.0  # for all devices, and for a file of the state directory
 FIRST_SECONDS = 60.0  # for the first look, which reads what each process has open
+# After a boot: what uses the node's disks may start later than an agent, and the file is for ever.
+BOOT_SECONDS = 600.0
 ROUND_SECONDS = 300.0  # between two looks when no device is heard of
-SETTLE_SECONDS = 0.2  # devices come in crowds
+SETTLE_SECONDS = 2.0  # devices come in crowds, and a look at a thousand takes a third of a second
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ class LastLook:
 class OwnDevices:
     """``writes``: whether it writes down what is own. A command at boot or in a container may see
     too little of the node, and nothing is judged before an agent saw all of it. ``looked``: called
-    after a look that is in the kernel."""
+    after a look that is in the kernel. Until ``BOOT_SECONDS`` after a boot each look finds it anew.
+    """
 
     def __init__(self, state_dir: Path, writes: bool = True) -> None:
         self.seen = LastLook()
+        self.judged = False  # the kernel had a scope: its reports may come later than its end
         self.looked: Callable[[LastLook], None] = lambda _: None
         self._writes = writes
         self._state_dir = state_dir
@@ -126,10 +131,10 @@ class OwnDevices:
         if guard is None:
             return LastLook()
         if wanted.scope == "ceph":
-            await asyncio.to_thread(_off, guard)
+            await asyncio.to_thread(off, guard)
             return LastLook()
         if not guard.ends_with_disk:
-            await asyncio.to_thread(_off, guard)
+            await asyncio.to_thread(off, guard)
             raise kit.errors.HostError(
                 f"volumes.guard.scope {wanted.scope}",
                 f"the kernel does not say when a number passes to a new disk ({guard.no_watch})",
@@ -149,18 +154,22 @@ class OwnDevices:
         seen = stack.decoded(text)
         if known is None:
             known = await asyncio.to_thread(scope.first, seen, wanted)
-            await kit.child.call(
-                record.write_own, str(self._state_dir), known, deadline=READ_SECONDS
-            )
-            log.info("the node's own devices were written down", devices=len(known))
-        self._known = known
+            if time.clock_gettime(time.CLOCK_BOOTTIME) >= BOOT_SECONDS:
+                await kit.child.call(
+                    record.write_own, str(self._state_dir), known, deadline=READ_SECONDS
+                )
+                log.info("the node's own devices were written down", devices=len(known))
+                self._known = known
+        else:
+            self._known = known
         # In a thread: a thousand disks and many patterns take more than a second.
         found = await asyncio.to_thread(scope.decide, seen, wanted, known)
-        await asyncio.to_thread(guard.judge, kernel.Mode.DRY_RUN, table(seen, found))
+        if self._wanted.scope != "ceph":  # it may have been switched off meanwhile
+            await asyncio.to_thread(guard.judge, kernel.Mode.DRY_RUN, table(seen, found))
         return LastLook(seen.devices, found)
 
 
-def _off(guard: kernel.Kernel) -> None:
+def off(guard: kernel.Kernel) -> None:
     """An earlier program judges nothing by a scope."""
     with contextlib.suppress(kit.errors.RefusedError, KeyError):
         guard.judge(kernel.Mode.OFF, {})

@@ -26,7 +26,7 @@ import kit.formats
 import kit.tasks
 from linux import blockdev, stack
 from volumes.guard import lease, record, scope
-from volumes.guard.denials import Denial
+from volumes.guard.denials import Denial, Denials
 from volumes.probe import prober
 from volumes.probe.examine import Kind, Verdict
 
@@ -131,9 +131,12 @@ def load(state_dir: str) -> dict[str, Any] | None:
 
 
 class Rehearsal:
-    """``rows`` None: there was no scope since this agent began, or the file is not read yet."""
+    """``denials``: of such writes, apart from those of what the guard refuses: many of these never
+    push out one of those. ``rows`` None: there was no scope since this agent began, or the file is
+    not read yet."""
 
     def __init__(self, state_dir: Path, probing: prober.Prober) -> None:
+        self.denials = Denials()
         self.rows: Rows | None = None
         self._state_dir = state_dir
         self._prober = probing
@@ -144,6 +147,7 @@ class Rehearsal:
         self._changed = asyncio.Event()
         self._saves: asyncio.Task[None] | None = None
         self._due: set[str] = set()  # written to a moment ago: probed soon
+        self._writers: dict[str, tuple[lease.Attachment | None, int]] = {}  # the last one's pid
         self._early: list[Row] = []  # before the file was read
         self._problem = ""
 
@@ -173,6 +177,8 @@ class Rehearsal:
         for name in judged - self._probes.keys():
             self._look(name)
         self._titles = {device.name: title(device) for device in devices}
+        for name in self._writers.keys() - self._titles.keys():
+            del self._writers[name]
         if self.rows is None:
             self._changed.set()  # it begins now, or goes on
 
@@ -206,6 +212,12 @@ class Rehearsal:
 
     def wrote(self, denial: Denial, device: blockdev.BlockDevice | None) -> None:
         """A write was reported because of the scope. ``device``: None: it went already."""
+        self.denials.add(denial)
+        self.denials.decided(denial.device, "", (denial.whose,))
+        writer = device.attachment if device else None, denial.pid
+        if self._writers.get(denial.device) == writer:
+            return  # a formatter opens it again and again, and would have been refused once
+        self._writers[denial.device] = writer
         at, seen = self._held.get(denial.device, (None, None))
         known = device is not None and at == device.attachment
         new = row(denial, self._titles.get(denial.device, ""), seen if known else None)
@@ -252,6 +264,6 @@ class Rehearsal:
             self._problem = ""
 
     def describe(self) -> dict[str, Any]:
-        """As JSON: what the file has, or will have; ``probed``: of how many devices it is known
-        what they hold now."""
-        return (self.rows or Rows(time.time())).as_json() | {"probed": len(self._held)}
+        """As JSON: what the file has, or will have; ``probed``: of which devices it is known what
+        they hold."""
+        return (self.rows or Rows(time.time())).as_json() | {"probed": sorted(self._held)}

@@ -21,6 +21,7 @@ import structlog
 
 from linux import blockdev, bpf
 from volumes.guard import denials, kernel, lease_manager
+from volumes.guard import rehearsal as rehearsals
 from volumes.guard.denials import Denial
 from volumes.ledger import store
 
@@ -127,7 +128,7 @@ def _tell(denial: Denial, more: int = 0) -> None:
 
 class Reports:
     """``is_watched``: whether a device gets automatic leases. ``whose``: what the scope says of a
-    device that only it judges (``InForce.whose``); ``wrote``: told of each write to such a one."""
+    device that only it judges (``InForce.whose``); ``rehearsal`` is told of writes to those."""
 
     def __init__(
         self,
@@ -136,14 +137,14 @@ class Reports:
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
         whose: Callable[[kernel.Number, str, blockdev.BlockDevice | None], str] = lambda *_: "",
-        wrote: Callable[[Denial, blockdev.BlockDevice | None], None] = lambda *_: None,
+        rehearsal: rehearsals.Rehearsal,
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
         self._ledger = ledger
         self._is_watched = is_watched
         self._whose = whose
-        self._wrote = wrote
+        self._rehearsal = rehearsal
         self._changed = changed
         self._windows = Windows(self._held_back, self._more)
         self._named: dict[kernel.Number, tuple[float, str, blockdev.BlockDevice | None]] = {}
@@ -208,11 +209,13 @@ class Reports:
             self._windows.open(key, denial, event.caller)
         else:
             denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
-        self._manager.denials.add(denial)
         if said:
-            self._wrote(denial, device)
+            self._rehearsal.wrote(denial, device)
+            self._changed()
+            return
+        self._manager.denials.add(denial)
         if device is None or not watched:
-            why = said or "this device never gets an automatic lease"
+            why = "this device never gets an automatic lease"
             self._manager.denials.decided(name, "", (why,))
             self._changed()
         else:
@@ -242,5 +245,6 @@ class Reports:
             return 0
 
     def _more(self, denial: Denial, count: int) -> None:
-        self._manager.denials.more(denial, count)
+        kept = self._rehearsal.denials if denial.whose else self._manager.denials
+        kept.more(denial, count)
         self._changed()

@@ -12,6 +12,7 @@ after a reboot.
 """
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from volumes.node import raw_block
 NEVER = frozenset({"ramdisk", "zram", "sr", "fd", "mtdblock"})
 # Their disk and its number stay when another medium comes.
 STAYS = frozenset({"loop", "nbd"})
-# In the path of what kubelet mounts for a PersistentVolume, wherever its directory is.
-_STAGED = ("/plugins/kubernetes.io/", "/volumes/kubernetes.io~")
+# In the path of what kubelet or a driver mounts for a PersistentVolume, wherever kubelet's folder
+# is: plugins/kubernetes.io/, plugins/DRIVER.COM/, pods/UID/volumes/kubernetes.io~csi/.
+_STAGED = re.compile(r"/plugins/[^/]+\.[^/]+/|/volumes/kubernetes\.io~")
+_RAW_BLOCK = "/volumeDevices/"
+_BRIEF = frozenset({"mke2fs", "blkid", "wipefs", "dd", "sgdisk", "parted", "lvm", "lvmpolld"})
 _SUBPATH = "/volume-subpaths/"  # shows a part of another mount, and says nothing of a device
 
 
@@ -71,15 +75,18 @@ class Judgement:
 def identity(device: StackedDevice) -> str:
     """What stays the same over reboots, the surest that there is; empty: nothing does."""
     links = [link for link in device.links if link.startswith("by-path/")]
-    raid = [link for link in device.links if link.startswith("by-id/md-uuid-")]
+    ids = [link for link in device.links if link.startswith("by-id/")]
+    raid = [link for link in ids if link.startswith("by-id/md-uuid-")]
+    slot = device.model.startswith("IET ")  # tgt: these name its target, and the next volume there
     said = (
         ("dm", device.uuid or device.mapping),
         ("md", raid[0] if raid else ""),
         ("part", device.partuuid if _tells(device.partuuid[:-3]) else ""),
-        ("wwid", device.wwid if _tells(device.wwid) else ""),
-        ("serial", device.serial if _tells(device.serial) else ""),
+        ("wwid", device.wwid if _tells(device.wwid) and not slot else ""),
+        ("serial", device.serial if _tells(device.serial) and not slot else ""),
         ("file", device.backing),
         ("path", links[0].partition("/")[2] if links else ""),
+        ("id", ids[0].partition("/")[2] if ids and not slot else ""),
     )
     return next((f"{kind}:{text}" for kind, text in said if text), "")
 
@@ -100,7 +107,9 @@ def names(pattern: str, device: StackedDevice) -> bool:
     """Whether a pattern of the setting ``own`` means the device."""
     kind, _, wanted = pattern.partition(":")
     said: Iterable[str]
-    if kind == "model":
+    if kind == "name":
+        said = (device.name,)
+    elif kind == "model":
         said = (device.model,)
     elif kind == "vg":
         said = (group(device),)
@@ -179,13 +188,16 @@ class _Decision:
             target = mount.target
             name = by_number.get(mount.device) or named(mount.source, mapped)  # btrfs: by source
             if raw_block.is_published(mount):
-                name = mount.root.lstrip("/")  # the node, in devtmpfs
+                name = self.stack.nodes.get(target) or mount.root.lstrip("/")  # as in devtmpfs
             if name not in self.devices or _SUBPATH in target:
                 continue
-            by_kubelet = raw_block.is_published(mount) or any(p in target for p in _STAGED)
+            by_kubelet = raw_block.is_published(mount) or bool(_STAGED.search(target))
             (staged if by_kubelet else own).setdefault(name, target)
             if target == "/":
                 own[name] = target
+        for device in self.stack.devices:
+            if _RAW_BLOCK in device.backing:  # kubelet's loop device over a raw block volume
+                staged.update(dict.fromkeys(device.below, device.backing))
         for pool in self.stack.pools:
             for paths in (own, staged):
                 if at := next((paths[name] for name in pool if name in paths), ""):
@@ -207,8 +219,14 @@ class _Decision:
             for name, target in mounts.items():
                 yield name, Why.MOUNTED, target
             for name, program in (self.stack.opened or {}).items():
-                if name not in self.staged:
+                if name not in self.staged and not self._is_brief(program):
                     yield name, Why.OPENED, program
+
+    def _is_brief(self, program: str) -> bool:
+        """Such a program works on kubelet's volumes as well as on the node's disks, and ends."""
+        wanted = self.wanted
+        brief = {*wanted.openers, *(word.partition(" ")[0] for word in wanted.words), *_BRIEF}
+        return program in brief or program.startswith("mkfs")
 
     def _written_down(self) -> Iterator[tuple[str, Why, str]]:
         """An identity of two devices proves neither: a copy of a disk has that of its model."""

@@ -17,7 +17,7 @@ from volumes.probe.examine import Kind, Verdict
 
 def findings(guard: controller.Controller, now: float) -> list[Finding]:
     """Everything that is wrong now. ``now``: Unix seconds."""
-    found = guard.manager.denials.findings(now)
+    found = guard.manager.denials.findings(now) + guard.rehearsal.denials.findings(now)
     hanging = guard.manager.checks.prober.hanging
     for known in guard.manager.known.values():
         found += _of_device(known, known.device.path in hanging)
@@ -198,7 +198,11 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "kernel_log": guard.errors.readable,
         "kubernetes": guard.executor.witness.status(),
         "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
-        "denials": [dataclasses.asdict(each) for each in guard.manager.denials.last],
+        "denials": [
+            dataclasses.asdict(each)
+            for denials in (guard.rehearsal.denials, guard.manager.denials)
+            for each in denials.last
+        ],
         "denied_then_leased": guard.manager.denials.delayed,
         "probes_hanging": sorted(guard.manager.checks.prober.hanging),
         "held": guard.manager.holds.names,

@@ -100,6 +100,8 @@ async def _apply(
             new = kernel.at_least(new, await asyncio.to_thread(guard.read))
         there = await asyncio.to_thread(guard.apply, new)
         devices = own.OwnDevices(state_dir, writes=False)
+        if there.judges is not kernel.Mode.OFF and wanted.scope == "ceph":
+            await asyncio.to_thread(own.off, guard)
         # What an agent left judged stays: it may have seen more than this process can.
         if there.attached and there.judges is kernel.Mode.OFF and wanted.scope != "ceph":
             devices.apply(guard, wanted, 1)

@@ -1,6 +1,7 @@
 """The agent's looks at whose each device is: when they are made, and what they do to the kernel."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +54,13 @@ class _Guard(kernel.Kernel):
         self.did.append(str(wanted.mode))
         programs = () if wanted.mode is kernel.Mode.OFF else (cast(Any, "one"),)
         return kernel.Present(mode=wanted.mode, judges=self.judges, programs=programs)
+
+
+@pytest.fixture(autouse=True)
+def up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine may have booted a moment ago."""
+    monkeypatch.setattr(own, "BOOT_SECONDS", 0.0)
+    monkeypatch.setattr(own, "SETTLE_SECONDS", 0.01)
 
 
 def _write(folder: Path, text: str = '{"own": {}}') -> None:
@@ -154,11 +162,57 @@ async def test_settings_without_a_scope_end_what_was_judged(tmp_path: Path) -> N
     await _until(lambda: ("dry-run", True) in guard.did)
     devices.apply(guard, PLAIN, 1)
     await _until(lambda: guard.did[-1] == ("off", False))
-    before = len(guard.did)
-    devices.heard()
-    await _until(lambda: not devices._heard.is_set())
+    before, looks = len(guard.did), 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    devices.look = look  # type: ignore[method-assign]
+    for _ in range(3):
+        devices.heard()
+        await _until(lambda: not devices._heard.is_set())
+        await asyncio.sleep(0.05)
     await devices.stop()
-    assert len(guard.did) == before, "without a scope no event starts a look"
+    assert (len(guard.did), looks) == (before, 0), "without a scope no event starts a look"
+
+
+async def test_until_the_node_has_started_nothing_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is for ever, and what uses the node's disks may start after the agent."""
+    monkeypatch.setattr(own, "BOOT_SECONDS", time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
+    disk = stack.StackedDevice("sda", (8, 0), "sd", 1, wwid="naa.5000")
+    seen = [stack.Stack((disk,), opened={}), stack.Stack((disk,), opened={"sda": "ceph-osd"})]
+    monkeypatch.setattr(stack, "decoded", lambda _: seen[0])
+    devices, guard = own.OwnDevices(tmp_path), _Guard()
+    devices.apply(guard, WANTED, 1)
+    await devices.look()
+    assert str(devices.seen.found["sda"].whose) == "unproven"
+    assert guard.did[-1][0] == "dry-run", "but it judges"
+    seen.pop(0)
+    await devices.look()
+    assert devices.seen.found["sda"].whose is scope.Whose.OWN
+    assert not record.own_file(tmp_path).exists()
+    monkeypatch.setattr(own, "BOOT_SECONDS", 0.0)
+    await devices.look()
+    assert record.read_own(str(tmp_path)) == {"wwid:naa.5000": "open at the first attach"}
+
+
+async def test_a_scope_that_ended_during_a_look_stays_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path)
+    devices, guard = own.OwnDevices(tmp_path), _Guard()
+    devices.apply(guard, WANTED, 1)
+
+    def decoded(_: str) -> stack.Stack:
+        devices.apply(guard, PLAIN, 1)
+        return stack.Stack(())
+
+    monkeypatch.setattr(stack, "decoded", decoded)
+    await devices.look()
+    assert guard.did == ["reserve"]
 
 
 async def test_a_scan_starts_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +265,32 @@ async def test_a_command_reads_what_is_own_and_never_writes_it(
     assert record.own_file(tmp_path).exists() is written
 
 
+async def test_a_command_without_a_scope_ends_what_an_agent_left_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = _Guard(judges=kernel.Mode.DRY_RUN)
+    monkeypatch.setattr(override, "handle", lambda _: guard)
+    assert await without_agent._apply(PLAIN, kernel.Mode.ENFORCE, tmp_path) == ""
+    assert guard.did == ["enforce", ("off", False)]
+
+
+@pytest.mark.parametrize(("wanted", "judges", "did", "judged"), [
+    (PLAIN, kernel.Mode.OFF, [], False),
+    (PLAIN, kernel.Mode.DRY_RUN, [("off", False)], True),
+    (WANTED, kernel.Mode.DRY_RUN, [], True),
+    (WANTED, kernel.Mode.OFF, [], True),
+])  # fmt: skip
+def test_the_end_of_a_scope_waits_for_no_look(
+    tmp_path: Path, wanted: settings.GuardSettings, judges: kernel.Mode, did: list[Any],
+    judged: bool,
+) -> None:  # fmt: skip
+    made, guard = in_force.InForce(wanted, tmp_path, blockdev.Known()), _Guard(judges=judges)
+    guard.read = lambda: kernel.Present(mode=kernel.Mode.OFF, judges=judges)  # type: ignore[method-assign]
+    made._apply_now(guard)
+    assert [each for each in guard.did if isinstance(each, tuple)] == did
+    assert made.own.judged is judged
+
+
 async def test_a_guard_that_cannot_be_read_is_taken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,23 +305,28 @@ _LUKS = blockdev.BlockDevice("dm-0", (253, 0), "device-mapper", 1, False, below=
 
 
 @pytest.mark.parametrize(("wanted", "name", "number", "device", "said"), [
-    (PLAIN, "loop0", (7, 0), _LOOP, ""),
+    (PLAIN, "sdb", (8, 16), _LOOP, ""),
+    (None, "sdb", (8, 16), _LOOP, "unproven: not in use at the first attach"),
     (WANTED, "loop0", (7, 0), _LOOP, "guarded: driver (rbd0)"),
     (WANTED, "sdb", (8, 16), _LOOP, "unproven: not in use at the first attach"),
     (WANTED, "sda", (8, 0), _LOOP, "unproven: not in use at the first attach"),
     (WANTED, "8:32", (8, 32), None, "unproven: not in use at the first attach"),
     (WANTED, "252:16", (252, 16), None, ""),
+    (WANTED, "253:9", (253, 9), None, ""),
     (WANTED, DEVICE.name, DEVICE.number, DEVICE, ""),
     (WANTED, "dm-0", (253, 0), _LUKS, ""),
-], ids=["no scope", "on a guarded one", "new", "new with an own one's name", "gone",
-        "guarded, gone", "guarded", "made of a guarded one"])  # fmt: skip
+], ids=["no scope", "of a scope that ended", "on a guarded one", "new",
+        "new with an own one's name", "gone", "guarded, gone", "on a guarded one, gone", "guarded",
+        "made of a guarded one"])  # fmt: skip
 def test_what_the_drivers_guard_is_not_told_as_the_scope_s(
-    tmp_path: Path, wanted: settings.GuardSettings, name: str, number: kernel.Number,
+    tmp_path: Path, wanted: settings.GuardSettings | None, name: str, number: kernel.Number,
     device: blockdev.BlockDevice | None, said: str,
 ) -> None:  # fmt: skip
-    """Of a guarded device it would say that nothing is wrong."""
-    made = in_force.InForce(wanted, tmp_path, blockdev.Known())
-    made._majors = frozenset({252})
+    """Of a guarded device it would say that nothing is wrong. But of another one that is reported
+    a moment after a scope ended, the other finding would say that data may be gone."""
+    made = in_force.InForce(wanted or PLAIN, tmp_path, blockdev.Known())
+    made._majors, made.parts = frozenset({252}), frozenset({(253, 9)})
+    made.own.judged = wanted is not PLAIN
     made.own.seen = own.LastLook(found={
         "loop0": scope.Judgement(scope.Whose.GUARDED, scope.Why.DRIVER, "rbd0"),
         "sda": scope.Judgement(scope.Whose.OWN, scope.Why.ROOT, "/"),

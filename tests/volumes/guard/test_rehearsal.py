@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ OWN = scope.Judgement(scope.Whose.OWN, scope.Why.ROOT)
 DRIVER = scope.Judgement(scope.Whose.GUARDED, scope.Why.DRIVER, "rbd")
 
 
+PIDS = itertools.count(1)
+
+
 def _write(program: str = "mkfs.ext4", device: str = "sdb", at: float = 1.0) -> denials.Denial:
+    """Of a process of its own."""
     return denials.Denial(
-        at=at, device=device, volume="", title=device, denied=False, pid=1, program=program,
-        parent="", command=program, cgroup="", pod="", container="", whose="unproven: new",
+        at=at, device=device, volume="", title=device, denied=False, pid=next(PIDS),
+        program=program, parent="", command=program, cgroup="", pod="", container="", whose="unproven: new",
     )  # fmt: skip
 
 
@@ -103,6 +108,23 @@ async def test_a_formatted_device_is_not_blank_any_more(tmp_path: Path, there: A
         ("look", "", 1),
         ("refuse", "has_fs ext4 1", 1),
     ]
+    await it.stop()
+
+
+async def test_a_formatter_that_opens_a_device_many_times_is_one_write(
+    tmp_path: Path, there: Any
+) -> None:
+    it, prober = _of(tmp_path, BLANK)
+    _meet(it, sdb=UNPROVEN)
+    await _idle(it)
+    write = _write()
+    for found in (BLANK, EXT4, EXT4):
+        it.wrote(write, DEVICE)
+        prober.found = found
+        await _idle(it)
+    assert _rows(it) == [("lease", "blank_verified", 1)]
+    it.wrote(write, ANOTHER)  # the pid is another's, or it is another disk
+    assert len(_rows(it)) == 2
     await it.stop()
 
 

@@ -56,6 +56,7 @@ class Tree:
         table = "".join(_line(number, text) for number, text in enumerate(mounts, 1))
         (folder / "proc/1/mountinfo").write_text(table)
         self.opened = step.get("opened", node.get("opened", {}))
+        self.nodes = step.get("nodes", node.get("nodes", {}))
 
     def _device(self, name: str) -> None:
         fields = self.devices[name]
@@ -80,11 +81,8 @@ class Tree:
             return int(major), int(minor)
 
         found = stack.read(str(self.folder), disk_below=disk_below)
-        return stack.decoded(messages.encode(with_opened(found, self.opened)))
-
-
-def with_opened(found: stack.Stack, opened: dict[str, str]) -> stack.Stack:
-    return dataclasses.replace(found, opened=opened)
+        told = dataclasses.replace(found, opened=self.opened, nodes=self.nodes)
+        return stack.decoded(messages.encode(told))
 
 
 def _line(number: int, text: str) -> str:
