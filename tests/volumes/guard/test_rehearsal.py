@@ -28,7 +28,8 @@ def _write(program: str = "mkfs.ext4", device: str = "sdb", at: float = 1.0) -> 
     """Of a process of its own."""
     return denials.Denial(
         at=at, device=device, volume="", title=device, denied=False, pid=next(PIDS),
-        program=program, parent="", command=program, cgroup="", pod="", container="", whose="unproven: new",
+        program=program, parent="", command=program, cgroup="", pod="", container="",
+        whose="unproven: new",
     )  # fmt: skip
 
 
