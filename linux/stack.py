@@ -54,14 +54,14 @@ class StackedDevice:
 @dataclass(frozen=True)
 class Stack:
     """``swaps``: names of devices. ``pools``: names of the devices of each btrfs. ``opened``: names
-    of devices that programs have open for writing, with the name of one of these; None: not
-    asked. ``nodes``: targets of mounts that are nodes of block devices, with the device's name."""
+    of devices that programs have open for writing, with the names of these; None: not asked.
+    ``nodes``: targets of mounts that are nodes of block devices, with the device's name."""
 
     devices: tuple[StackedDevice, ...]
     mounts: tuple[mountinfo.Mount, ...] = ()
     swaps: tuple[str, ...] = ()
     pools: tuple[tuple[str, ...], ...] = ()
-    opened: dict[str, str] | None = None
+    opened: dict[str, tuple[str, ...]] | None = None
     nodes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -215,9 +215,9 @@ def _pools(sysfs: Path) -> Iterator[tuple[str, ...]]:
             yield tuple(sorted(members))
 
 
-def _opened(proc: Path, names: dict[Number, str]) -> dict[str, str]:
+def _opened(proc: Path, names: dict[Number, str]) -> dict[str, tuple[str, ...]]:
     """No look at an open file that is no device node: that can hang."""
-    found: dict[str, str] = {}
+    found: dict[str, set[str]] = {}
     for pid in filter(str.isdigit, rbd_sysfs.listed(str(proc))):
         for descriptor in rbd_sysfs.listed(f"{proc}/{pid}/fd") if int(pid) != os.getpid() else ():
             with contextlib.suppress(OSError, ValueError):  # it ended, or closed it
@@ -231,5 +231,5 @@ def _opened(proc: Path, names: dict[Number, str]) -> dict[str, str]:
                 said = Path(f"{proc}/{pid}/fdinfo/{descriptor}").read_text()
                 flags = re.search(r"^flags:\s+([0-7]+)", said, re.MULTILINE)
                 if flags and int(flags[1], 8) & _WRITES:
-                    found.setdefault(name, procfs.name_of(pid))
-    return found
+                    found.setdefault(name, set()).add(procfs.name_of(pid))
+    return {name: tuple(sorted(programs)) for name, programs in found.items()}

@@ -209,30 +209,30 @@ def _rehearsal_lines(found: dict[str, Any]) -> Iterator[str]:
     rows = sorted(
         found["rows"], key=lambda each: (list(_WOULD).index(each["would"]), -each["last"])
     )
-    since = kit.units.format_time(found["since"])
     if found["scope"] == "ceph":
         yield "volumes.guard.scope is ceph: no device of another driver is judged now"
-    if not rows:
-        yield f"since {since}: no write to a device that only the scope judges"
-        return
-    times = {would: sum(r["times"] for r in rows if r["would"] == would) for would in _WOULD}
+    if found["problem"]:
+        yield f"this may not be all: {found['problem']}"
+    since = kit.units.format_time(found["since"]) if found["since"] else "now"
+    times = found["times"]
     yield (
         f"since {since}, in mode enforce: {times['refuse']} writes would be refused; "
         f"{times['look']} refused until a look at the device; {times['lease']} to blank devices "
         "refused once, then permitted by a lease"
     )
-    head = ("WOULD", "TIMES", "LAST", "PROGRAM", "DEVICE", "HELD BEFORE", "POD", "WHOSE")
-    yield from terminal.table(head, [
-        (
-            _WOULD[each["would"]], str(each["times"]), kit.units.format_time(each["last"]),
-            each["program"], " ".join(filter(None, (each["device"], each["title"]))),
-            each["held"] or "not looked at", each["pod"] or "-", each["whose"],
-        )
-        for each in rows
-    ])  # fmt: skip
+    if rows:
+        head = ("WOULD", "TIMES", "LAST", "PROGRAM", "DEVICE", "HELD BEFORE", "POD", "WHOSE")
+        yield from terminal.table(head, [
+            (
+                _WOULD[each["would"]], str(each["times"]), kit.units.format_time(each["last"]),
+                each["program"], " ".join(filter(None, (each["device"], each["title"]))),
+                each["held"] or "not known", each["pod"] or "-", each["whose"],
+            )
+            for each in rows
+        ])  # fmt: skip
+        yield "if one of these is the node's own, name it in volumes.guard.own"
     if found["lost"]:
         yield f"{found['lost']} more rows are not kept"
-    yield "name the node's own devices in volumes.guard.own, and programs that may write in openers"
 
 
 @terminal.command(guard, "rehearse")
@@ -244,8 +244,8 @@ def rehearse(ctx: CommandContext, direct: bool) -> Shown:
         from volumes.guard import rehearsal
 
         wanted, state_dir = _offline(ctx)
-        found = rehearsal.load(str(state_dir)) or rehearsal.Rows(time.time()).as_json()
-        return {"scope": wanted.scope} | found
+        found = rehearsal.load(str(state_dir)) or rehearsal.Rows(0.0).as_json()
+        return {"scope": wanted.scope, "problem": ""} | found
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard/rehearsal", None), here)
     return answer, _rehearsal_lines

@@ -17,6 +17,8 @@ OPENERS = (
     *("mount", "fsck", "fsck.ext2", "fsck.ext3", "fsck.ext4", "e2fsck", "xfs_repair"),
     *("fsck.xfs", "fsck.btrfs", "resize2fs", "xfs_growfs", "rbd-nbd", "nbd-client", "qemu-nbd"),
 )
+# Programs that begin so destroy what a device holds: they pass with a lease alone.
+FORMATTERS = ("mkfs", "mke2fs", "mkswap", "wipefs", "blkdiscard")
 # Programs that may also format: allowed only with this command.
 WORDS = (
     *("cryptsetup luksOpen", "cryptsetup open", "cryptsetup luksResume", "cryptsetup resize"),
@@ -31,6 +33,10 @@ NEVER = {
         "convert",
     ),
 }
+_NEEDS_LEASE = (
+    "destroys what the device holds, and needs a lease: "
+    "'nodeagent volume allow-format DEVICE --volume-id ID --reason TEXT'"
+)
 _CRYPTSETUP = """
 -B -I -M -S -T -b -c -d -h -i -l -o -p -s -t
 --active-name --align-payload --block-size --cipher --device-size --external-tokens-path --hash
@@ -116,10 +122,15 @@ class GuardSettings(kit.settings.Section):
                     f"{pair!r} is not 'PROGRAM ARGUMENT' with an argument of at most 31 bytes"
                 )
             if parts[1] in NEVER.get(parts[0], ()):
-                raise ValueError(
-                    f"{pair!r} destroys what the device holds, and needs a lease: "
-                    "'nodeagent volume allow-format DEVICE --volume-id ID --reason TEXT'"
-                )
+                raise ValueError(f"{pair!r} {_NEEDS_LEASE}")
+        return value
+
+    @field_validator("openers")
+    @classmethod
+    def _no_formatters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name.startswith(FORMATTERS):
+                raise ValueError(f"{name!r} {_NEEDS_LEASE}")
         return value
 
     @field_validator("own")

@@ -9,7 +9,9 @@ from volumes.settings import AuditSettings
 @pytest.mark.parametrize(("change", "text"), [
     ({"mode": "on"}, "dry-run"), ({"words": ["cryptsetup"]}, "PROGRAM ARGUMENT"),
     ({"lease": "6m"}, "300"), ({"drivers": []}, "at least 1"), ({"pins": "x"}, "absolute"),
-    ({"drivers": ["a b"]}, "plain name"),
+    ({"drivers": ["a b"]}, "plain name"), ({"openers": ["mount", "mkfs.ext4"]}, "needs a lease"),
+    ({"openers": ["wipefs"]}, "needs a lease"),
+    ({"words": ["cryptsetup luksFormat"]}, "needs a lease"),
 ])  # fmt: skip
 def test_guard_settings_reject_bad_values(change: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -121,7 +121,6 @@ class Controller:
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         await self.in_force.own.stop()
-        await self.rehearsal.stop()
         await self.manager.close()
         await self.executor.mirror.close()
         await self.executor.witness.close()
@@ -133,6 +132,7 @@ class Controller:
             self._kmsg = None
         if self.in_force.guard is not None:
             self.in_force.guard.close()
+        await self.rehearsal.stop()
 
     async def apply(
         self, new: settings.GuardSettings, clusters: Sequence[ClusterSettings] | None = None
@@ -191,8 +191,11 @@ class Controller:
     # --- devices
 
     def _looked_at_all(self, seen: own.LastLook) -> None:
-        if self.in_force.settings.scope != "ceph":
-            self.rehearsal.meet(seen.devices, seen.found)
+        wanted = self.in_force.settings
+        if wanted.scope == "ceph":
+            self.rehearsal.end()
+        else:
+            self.rehearsal.meet(seen.devices, seen.found, wanted.raw_block)
 
     def _is_watched(self, device: blockdev.BlockDevice) -> bool:
         return self.in_force.settings.examines(device)

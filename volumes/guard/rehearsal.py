@@ -1,18 +1,22 @@
 """What the guard would have done with each write that it only reports because of the scope.
 
 An operator asks for it before he lets the guard refuse such writes, so it outlives agents. Whether
-a device would have got a lease depends on what it held *before* the write: each device that the
-scope judges is probed when it appears, and again after a write.
+a device would have got a lease depends on what it held *before* the write. So devices that the
+scope judges are probed when they appear. What was found blank counts for a while, and until the
+first write to that attachment: what follows that, nobody reports.
 
-Writes to blank devices are one row of a program, for a node has thousands; all others are a row of
-a device and a program.
+Writes that a lease or a look would have let pass are one row of a program, for a node has thousands
+of new volumes; those that would have been refused are a row of a device and a program.
 """
 
 import asyncio
 import dataclasses
+import functools
+import mmap
+import os
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,16 +37,22 @@ from volumes.probe.examine import Kind, Verdict
 log = structlog.get_logger("volumes")
 
 MOST_ROWS = 256  # the one that was added to longest ago goes
+OLD_SECONDS = 30 * 86400.0  # a row goes so long after its last write
 MOST_PROBES = 2  # of such devices at a time: nobody waits for one
-AGAIN_SECONDS = 5.0  # from a write until its device is probed again: a formatter has ended
+BLANK_SECONDS = 600.0  # for which a device that was blank is taken to be so
+AGAIN_SECONDS = 240.0  # until a device that was blank, or gave no answer, is probed again
+SAME_SECONDS = 60.0  # in which a program's opens of a device are one write: formatters open often
+READ_SECONDS = 5.0  # for the first read of a device
 SAVE_SECONDS = 60.0  # between two writes of the file
 WRITE_SECONDS = 10.0  # for one; the state directory's disk may hang
+LAST_SECONDS = 2.0  # for the one at the end
+_PAGE = 4096
 
 
 class Would(StrEnum):
     """``LEASE``: refuse the first try, and permit the next one: the device was proven blank.
-    ``REFUSE``: it held something, or could not be read. ``LOOK``: nobody knows what it held, for
-    the write came before the first look. The first try is refused, and a look decides."""
+    ``REFUSE``: it held something, or could not be read. ``LOOK``: nobody knows what it held: the
+    write came before the first look, or after another write. It is refused until a look decides."""
 
     LEASE = "lease"
     REFUSE = "refuse"
@@ -52,8 +62,7 @@ class Would(StrEnum):
 @dataclass(frozen=True)
 class Row:
     """``title``: what tells the device apart where its name does not, as the setting ``own`` takes
-    it. ``first``, ``last``: Unix seconds. Of several writes ``pod``, ``command`` and, of blank
-    devices, ``device``, ``title`` and ``whose`` are those of the last one."""
+    it. ``first``, ``last``: Unix seconds. Of several writes all else is of the last one."""
 
     would: Would
     device: str
@@ -70,7 +79,7 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         """Equal for writes of one row."""
-        if self.would is Would.LEASE:
+        if self.would is not Would.REFUSE:
             return self.would, self.program
         return self.would, self.title or self.device, self.whose, self.held, self.program
 
@@ -95,61 +104,128 @@ def row(denial: Denial, title: str, held: Verdict | None) -> Row:
 
 @dataclass
 class Rows:
-    """The newest rows, and how many went because there were more."""
+    """``times``: writes of each kind, also of rows that went. ``lost``: how many rows went because
+    there were more."""
 
     since: float  # Unix seconds
     lost: int = 0
+    times: Counter[str] = dataclasses.field(default_factory=Counter)
     kept: OrderedDict[tuple[str, ...], Row] = dataclasses.field(default_factory=OrderedDict)
 
     def add(self, new: Row) -> None:
+        self.times[str(new.would)] += new.times
         before = self.kept.pop(new.key, None)
         if before is not None:
             new = dataclasses.replace(new, first=before.first, times=before.times + new.times)
         self.kept[new.key] = new
-        if len(self.kept) > MOST_ROWS:
+        refused = [key for key, each in self.kept.items() if each.would is Would.REFUSE]
+        if len(refused) > MOST_ROWS:  # of the others there is one of a program
+            del self.kept[refused[0]]
+            self.lost += 1
+        elif len(self.kept) > 2 * MOST_ROWS:  # which may change its name each time
             self.kept.popitem(last=False)
             self.lost += 1
 
+    def drop(self, devices: Collection[tuple[str, str]], before: float) -> None:
+        """Rows of these devices (name and title), which are the node's own by now, and old ones."""
+        for key, each in list(self.kept.items()):
+            own = each.would is Would.REFUSE and (each.device, each.title) in devices
+            if own or each.last < before:
+                self.times[str(each.would)] -= each.times
+                del self.kept[key]
+
     def as_json(self) -> dict[str, Any]:
         rows = [dataclasses.asdict(each) for each in self.kept.values()]
-        return {"since": self.since, "lost": self.lost, "rows": rows}
+        times = {str(would): self.times[str(would)] for would in Would}
+        return {"since": self.since, "lost": self.lost, "times": times, "rows": rows}
 
 
 def of_json(fields: Mapping[str, Any]) -> Rows:
     """Raises whatever a wrong shape leads to."""
-    found = Rows(float(fields["since"]), int(fields["lost"]))
+    found = Rows(float(fields["since"]))
     for each in fields["rows"]:
         found.add(Row(**{**each, "would": Would(each["would"])}))
+    found.lost = int(fields["lost"])
+    found.times = Counter({str(would): int(fields["times"][would]) for would in Would})
     return found
 
 
 def load(state_dir: str) -> dict[str, Any] | None:
     """What the file says; None without it, or when it is damaged: then it is set aside. HostError
-    when a newer agent wrote it."""
-    found = kit.formats.read(record.rehearsal_file(Path(state_dir)), record.FORMAT, of_json)
+    when a newer agent wrote it, or when it cannot be read now."""
+    file = record.rehearsal_file(Path(state_dir))
+    found = kit.formats.read(file, record.FORMAT, of_json)
+    if isinstance(found, kit.formats.Damage) and found.unread:
+        raise kit.errors.HostError(str(file), found.why, "see the disk of the state directory")
     return found.as_json() if isinstance(found, Rows) else None
+
+
+def try_read(path: str) -> None:
+    """Read the first and the last page of a device, past the page cache. OSError. A probe of a
+    device whose reads fail makes hundreds, and the kernel then keeps errors of others to itself."""
+    with mmap.mmap(-1, _PAGE) as page:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            size = os.lseek(descriptor, 0, os.SEEK_END)
+            for offset in (0, max(0, size // _PAGE - 1) * _PAGE):
+                os.preadv(descriptor, [page], offset)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attachment held. ``at``: CLOCK_MONOTONIC of the probe's begin."""
+
+    attachment: lease.Attachment
+    verdict: Verdict
+    at: float
+
+    def held(self, now: float) -> Verdict | None:
+        """None: too long ago."""
+        blank = self.verdict.verdict is Kind.BLANK_VERIFIED
+        return None if blank and now - self.at > BLANK_SECONDS else self.verdict
+
+    def is_due(self, now: float) -> bool:
+        """What is there stays there; what was not may come without a word."""
+        lasts = self.verdict.has_content or self.verdict.verdict is Kind.UNKNOWN_CONTENT
+        return not lasts and now - self.at > AGAIN_SECONDS
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The last write to a device. ``at``: CLOCK_MONOTONIC."""
+
+    attachment: lease.Attachment | None
+    program: str
+    pid: int
+    at: float
+
+    def goes_on(self, later: "Writer") -> bool:
+        """Whether the later one is the same write."""
+        same = dataclasses.replace(later, at=self.at) == self
+        return same and later.at - self.at <= SAME_SECONDS
 
 
 class Rehearsal:
     """``denials``: of such writes, apart from those of what the guard refuses: many of these never
-    push out one of those. ``rows`` None: there was no scope since this agent began, or the file is
-    not read yet."""
+    push out one of those. ``rows`` None: the file is not read yet."""
 
     def __init__(self, state_dir: Path, probing: prober.Prober) -> None:
         self.denials = Denials()
         self.rows: Rows | None = None
+        self.problem = "the file of an earlier agent is not read yet"
         self._state_dir = state_dir
         self._prober = probing
-        self._held: dict[str, tuple[lease.Attachment, Verdict]] = {}
+        self._seen: dict[str, Seen] = {}
+        self._writers: dict[str, Writer] = {}
         self._titles: dict[str, str] = {}
+        self._raw: frozenset[str] = frozenset()  # names of published raw block volumes
         self._slots = asyncio.Semaphore(MOST_PROBES)
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._saves: asyncio.Task[None] | None = None
-        self._due: set[str] = set()  # written to a moment ago: probed soon
-        self._writers: dict[str, tuple[lease.Attachment | None, int]] = {}  # the last one's pid
         self._early: list[Row] = []  # before the file was read
-        self._problem = ""
 
     def start(self) -> None:
         self._saves = asyncio.create_task(self._save(), name="rehearsal of the scope")
@@ -157,113 +233,147 @@ class Rehearsal:
     async def stop(self) -> None:
         await kit.tasks.end(self._saves, *self._probes.values())
         if self._changed.is_set():
-            await self._write()
+            await self._write(LAST_SECONDS)
+
+    def end(self) -> None:
+        """There is no scope any more: what is written from now on, nobody reports."""
+        self._seen.clear()
+        for task in self._probes.values():
+            task.cancel()
 
     def meet(
-        self, devices: tuple[stack.StackedDevice, ...], found: Mapping[str, scope.Judgement]
+        self,
+        devices: tuple[stack.StackedDevice, ...],
+        found: Mapping[str, scope.Judgement],
+        raw_block: bool,
     ) -> None:
         """The devices of the node and whose they are, by a look: probe those that are new. What
-        others lie on is left alone: a path of a multipath device may not answer."""
+        others lie on is left alone: a path of a multipath device may not answer. ``raw_block``: the
+        guard permits writes to published raw block volumes."""
         below = {lower for device in devices for lower in device.below if not device.partition}
+        self._raw = frozenset(
+            name for name, judged in found.items()
+            if raw_block and judged.why is scope.Why.KUBELET and scope.RAW_BLOCK in judged.of
+        )  # fmt: skip
         judged = {
             device.name
             for device in devices
-            if device.size and device.name not in below
+            if device.size and device.name not in below | self._raw
             and found[device.name].whose is not scope.Whose.OWN
             and found[device.name].why is not scope.Why.DRIVER  # of those the guard keeps a state
         }  # fmt: skip
-        for name in self._held.keys() - judged:
-            del self._held[name]
+        for name in self._seen.keys() - judged:
+            del self._seen[name]
         for name in judged - self._probes.keys():
-            self._look(name)
+            task = asyncio.create_task(self._probe(name), name=f"rehearsal {name}")
+            self._probes[name] = task
+            task.add_done_callback(functools.partial(self._ended, name))
         self._titles = {device.name: title(device) for device in devices}
         for name in self._writers.keys() - self._titles.keys():
             del self._writers[name]
-        if self.rows is None:
-            self._changed.set()  # it begins now, or goes on
+        if self.rows is not None:
+            own = {
+                (device.name, title(device)) for device in devices
+                if found[device.name].whose is scope.Whose.OWN
+            }  # fmt: skip
+            self.rows.drop(own, time.time() - OLD_SECONDS)
+            if not self.rows.since:
+                self.rows.since = time.time()
+                self._changed.set()
 
-    def _look(self, name: str, after: float = 0.0) -> None:
-        task = asyncio.create_task(self._probe(name, after), name=f"rehearsal {name}")
-        self._probes[name] = task
-        task.add_done_callback(lambda _: self._ended(name, task))
+    def _ended(self, name: str, _: asyncio.Task[None]) -> None:
+        del self._probes[name]
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._probes.get(name) is task:
-            del self._probes[name]
-
-    async def _probe(self, name: str, after: float) -> None:
-        if after:
-            self._due.add(name)
-            try:
-                await asyncio.sleep(after)
-            finally:
-                self._due.discard(name)
+    async def _probe(self, name: str) -> None:
         async with self._slots:
             device = await asyncio.to_thread(blockdev.identify, name)
-            before = self._held.get(name)
-            if device is None or (not after and before and before[0] == device.attachment):
+            before, now = self._seen.get(name), time.monotonic()
+            if device is None:
+                return
+            if before and before.attachment == device.attachment and not before.is_due(now):
                 return
             try:
-                seen = await self._prober.probe(device.path, device.encrypts, "scope")
-            except kit.errors.AgentError as error:  # too many hang: nothing is known of the device
+                await kit.child.call(try_read, device.path, deadline=READ_SECONDS)
+                verdict = await self._prober.probe(device.path, device.encrypts, "scope")
+            except kit.child.DeadlineError:
+                verdict = Verdict(Kind.TIMEOUT, device.path, where="no answer")
+            except OSError as error:
+                verdict = Verdict(Kind.UNREADABLE, device.path, "device", errno=error.errno or 5)
+            except (kit.errors.AgentError, RuntimeError) as error:  # says nothing of the device
                 log.debug("device of the scope is not looked at", device=name, why=str(error))
                 return
-            self._held[name] = device.attachment, seen
+            writer = self._writers.get(name)
+            if writer is None or writer.attachment != device.attachment or writer.at < now:
+                self._seen[name] = Seen(device.attachment, verdict, now)
 
     def wrote(self, denial: Denial, device: blockdev.BlockDevice | None) -> None:
         """A write was reported because of the scope. ``device``: None: it went already."""
+        if denial.device in self._raw:
+            return  # the guard would permit it
         self.denials.add(denial)
         self.denials.decided(denial.device, "", (denial.whose,))
-        writer = device.attachment if device else None, denial.pid
-        if self._writers.get(denial.device) == writer:
-            return  # a formatter opens it again and again, and would have been refused once
-        self._writers[denial.device] = writer
-        at, seen = self._held.get(denial.device, (None, None))
-        known = device is not None and at == device.attachment
-        new = row(denial, self._titles.get(denial.device, ""), seen if known else None)
+        name, now = denial.device, time.monotonic()
+        attachment = device.attachment if device is not None else None
+        last, seen = self._writers.get(name), self._seen.get(name)
+        new = Writer(attachment, denial.program, denial.pid, now)
+        self._writers[name] = new
+        if last is not None and last.goes_on(new):
+            return
+        held = seen.held(now) if seen is not None and seen.attachment == attachment else None
+        written = last is not None and last.attachment == attachment
+        if held is not None and held.verdict is Kind.BLANK_VERIFIED and written:
+            held = None
+        added = row(denial, self._titles.get(name, ""), held)
         if self.rows is None:
-            self._early.append(new)
+            self._early.append(added)
             del self._early[:-MOST_ROWS]
         else:
-            self.rows.add(new)
+            self.rows.add(added)
         self._changed.set()
-        if new.would is Would.LEASE:
-            del self._held[denial.device]  # not blank any more
-        if device is not None and denial.device not in self._due:
-            # What a probe that runs now finds may be of before.
-            if (running := self._probes.pop(denial.device, None)) is not None:
-                running.cancel()
-            self._look(denial.device, AGAIN_SECONDS)
 
     async def _save(self) -> None:
         while True:
-            await self._changed.wait()
-            await self._write()
+            if self.rows is not None:
+                await self._changed.wait()
+            await self._write(WRITE_SECONDS)
             await asyncio.sleep(SAVE_SECONDS)
 
-    async def _write(self) -> None:
-        self._changed.clear()
+    async def _write(self, seconds: float) -> None:
+        folder, pending = str(self._state_dir), self._changed.is_set()
         try:
             if self.rows is None:
-                folder = str(self._state_dir)
-                found = await kit.child.call(load, folder, deadline=WRITE_SECONDS)
-                self.rows = of_json(found) if found else Rows(time.time())
+                found = await kit.child.call(load, folder, deadline=seconds)
+                self.rows = of_json(found) if found else Rows(0.0)
             for each in self._early:
+                self.rows.since = self.rows.since or each.first
                 self.rows.add(each)
             self._early = []
-            await kit.child.call(
-                record.write_rehearsal, str(self._state_dir), self.rows.as_json(),
-                deadline=WRITE_SECONDS,
-            )  # fmt: skip
+            if pending:
+                self._changed.clear()
+                told = self.rows.as_json()
+                await kit.child.call(record.write_rehearsal, folder, told, deadline=seconds)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            if str(error) != self._problem:
+            if str(error) != self.problem:
                 log.warning("rehearsal of the scope is not written down", error=str(error))
-            self._problem = str(error)
-            self._changed.set()
+            self.problem = str(error)
+        except asyncio.CancelledError:
+            self._keep(pending)
+            raise
         else:
-            self._problem = ""
+            self.problem, pending = "", False
+        self._keep(pending)
+
+    def _keep(self, pending: bool) -> None:
+        """What is not written yet is written later."""
+        if pending:
+            self._changed.set()
 
     def describe(self) -> dict[str, Any]:
-        """As JSON: what the file has, or will have; ``probed``: of which devices it is known what
-        they hold."""
-        return (self.rows or Rows(time.time())).as_json() | {"probed": sorted(self._held)}
+        """As JSON: what the file has, or will have; ``problem``: why that may not be all;
+        ``probed``: of which devices it is known what they hold."""
+        rows = self.rows
+        if rows is None:
+            rows = Rows(0.0)
+            for each in self._early:
+                rows.add(each)
+        return rows.as_json() | {"problem": self.problem, "probed": sorted(self._seen)}

@@ -29,8 +29,12 @@ STAYS = frozenset({"loop", "nbd"})
 # In the path of what kubelet or a driver mounts for a PersistentVolume, wherever kubelet's folder
 # is: plugins/kubernetes.io/, plugins/DRIVER.COM/, pods/UID/volumes/kubernetes.io~csi/.
 _STAGED = re.compile(r"/plugins/[^/]+\.[^/]+/|/volumes/kubernetes\.io~")
-_RAW_BLOCK = "/volumeDevices/"
-_BRIEF = frozenset({"mke2fs", "blkid", "wipefs", "dd", "sgdisk", "parted", "lvm", "lvmpolld"})
+RAW_BLOCK = "/volumeDevices/"
+# Such a program works on kubelet's volumes as well as on the node's disks, and ends.
+_BRIEF = re.compile(
+    r"mkfs|mke2fs|mkswap|fsck|e2fsck|resize2fs|tune2fs|xfs_|blkid|mount$|cryptsetup|wipefs|dd$"
+    r"|sgdisk|sfdisk|parted|lvm$|(pv|vg|lv)(create|change|extend|resize|remove)|blkdiscard"
+)
 _SUBPATH = "/volume-subpaths/"  # shows a part of another mount, and says nothing of a device
 
 
@@ -196,7 +200,7 @@ class _Decision:
             if target == "/":
                 own[name] = target
         for device in self.stack.devices:
-            if _RAW_BLOCK in device.backing:  # kubelet's loop device over a raw block volume
+            if RAW_BLOCK in device.backing:  # kubelet's loop device over a raw block volume
                 staged.update(dict.fromkeys(device.below, device.backing))
         for pool in self.stack.pools:
             for paths in (own, staged):
@@ -218,15 +222,10 @@ class _Decision:
         else:
             for name, target in mounts.items():
                 yield name, Why.MOUNTED, target
-            for name, program in (self.stack.opened or {}).items():
-                if name not in self.staged and not self._is_brief(program):
-                    yield name, Why.OPENED, program
-
-    def _is_brief(self, program: str) -> bool:
-        """Such a program works on kubelet's volumes as well as on the node's disks, and ends."""
-        wanted = self.wanted
-        brief = {*wanted.openers, *(word.partition(" ")[0] for word in wanted.words), *_BRIEF}
-        return program in brief or program.startswith("mkfs")
+            for name, programs in (self.stack.opened or {}).items():
+                lasting = [program for program in programs if not _BRIEF.match(program)]
+                if lasting and name not in self.staged:
+                    yield name, Why.OPENED, lasting[0]
 
     def _written_down(self) -> Iterator[tuple[str, Why, str]]:
         """An identity of two devices proves neither: a copy of a disk has that of its model."""

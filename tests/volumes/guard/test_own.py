@@ -303,5 +303,5 @@ def test_what_is_open_for_writing_and_what_kubelet_bound_are_told(tmp_path: Path
                 holder.communicate(b"\n")
         opened = found.opened or {}
         names = [Path(device).name for device in (written, read, bound)]
-        assert [opened.get(name) for name in names] == ["sh", None, None]
+        assert [opened.get(name) for name in names] == [("sh",), None, None]
         assert found.nodes == {str(place): names[2]}

@@ -183,7 +183,7 @@ async def test_until_the_node_has_started_nothing_is_written_down(
     """The file is for ever, and what uses the node's disks may start after the agent."""
     monkeypatch.setattr(own, "BOOT_SECONDS", time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
     disk = stack.StackedDevice("sda", (8, 0), "sd", 1, wwid="naa.5000")
-    seen = [stack.Stack((disk,), opened={}), stack.Stack((disk,), opened={"sda": "ceph-osd"})]
+    seen = [stack.Stack((disk,), opened={}), stack.Stack((disk,), opened={"sda": ("ceph-osd",)})]
     monkeypatch.setattr(stack, "decoded", lambda _: seen[0])
     devices, guard = own.OwnDevices(tmp_path), _Guard()
     devices.apply(guard, WANTED, 1)

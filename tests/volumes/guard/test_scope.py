@@ -81,7 +81,8 @@ class Tree:
             return int(major), int(minor)
 
         found = stack.read(str(self.folder), disk_below=disk_below)
-        told = dataclasses.replace(found, opened=self.opened, nodes=self.nodes)
+        opened = {name: tuple(programs.split()) for name, programs in self.opened.items()}
+        told = dataclasses.replace(found, opened=opened, nodes=self.nodes)
         return stack.decoded(messages.encode(told))
 
 
