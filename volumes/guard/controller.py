@@ -70,7 +70,7 @@ class Controller:
         self.rehearsal = rehearsal.Rehearsal(state_dir, self.manager.checks.prober)
         self.in_force.own.looked = self._looked_at_all
         self._reports = reports.Reports(
-            self.manager, ledger, is_watched=self._is_watched, whose=self.in_force.whose,
+            self.manager, is_watched=self._is_watched, whose=self.in_force.whose,
             rehearsal=self.rehearsal, changed=changed,
         )  # fmt: skip
         self._changed = changed

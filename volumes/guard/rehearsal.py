@@ -174,7 +174,7 @@ def try_read(path: str) -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class KnownContent:
     """What an attachment held. ``at``: CLOCK_MONOTONIC of the probe's begin."""
 
     attachment: lease.Attachment
@@ -193,7 +193,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Writer:
+class LastWrite:
     """The last write to a device. ``at``: CLOCK_MONOTONIC."""
 
     attachment: lease.Attachment | None
@@ -201,7 +201,7 @@ class Writer:
     pid: int
     at: float
 
-    def goes_on(self, later: "Writer") -> bool:
+    def goes_on(self, later: "LastWrite") -> bool:
         """Whether the later one is the same write."""
         same = dataclasses.replace(later, at=self.at) == self
         return same and later.at - self.at <= SAME_SECONDS
@@ -217,8 +217,8 @@ class Rehearsal:
         self.problem = "the file of an earlier agent is not read yet"
         self._state_dir = state_dir
         self._prober = probing
-        self._seen: dict[str, Seen] = {}
-        self._writers: dict[str, Writer] = {}
+        self._seen: dict[str, KnownContent] = {}
+        self._writers: dict[str, LastWrite] = {}
         self._titles: dict[str, str] = {}
         self._raw: frozenset[str] = frozenset()  # names of published raw block volumes
         self._slots = asyncio.Semaphore(MOST_PROBES)
@@ -304,7 +304,7 @@ class Rehearsal:
                 return
             writer = self._writers.get(name)
             if writer is None or writer.attachment != device.attachment or writer.at < now:
-                self._seen[name] = Seen(device.attachment, verdict, now)
+                self._seen[name] = KnownContent(device.attachment, verdict, now)
 
     def wrote(self, denial: Denial, device: blockdev.BlockDevice | None) -> None:
         """A write was reported because of the scope. ``device``: None: it went already."""
@@ -315,7 +315,7 @@ class Rehearsal:
         name, now = denial.device, time.monotonic()
         attachment = device.attachment if device is not None else None
         last, seen = self._writers.get(name), self._seen.get(name)
-        new = Writer(attachment, denial.program, denial.pid, now)
+        new = LastWrite(attachment, denial.program, denial.pid, now)
         self._writers[name] = new
         if last is not None and last.goes_on(new):
             return

@@ -23,7 +23,6 @@ from linux import blockdev, bpf
 from volumes.guard import denials, kernel, lease_manager
 from volumes.guard import rehearsal as rehearsals
 from volumes.guard.denials import Denial
-from volumes.ledger import store
 
 log = structlog.get_logger("volumes")
 
@@ -133,7 +132,6 @@ class Reports:
     def __init__(
         self,
         manager: lease_manager.LeaseManager,
-        ledger: store.LedgerStore,
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
         whose: Callable[[kernel.Number, str, blockdev.BlockDevice | None], str] = lambda *_: "",
@@ -141,7 +139,6 @@ class Reports:
         changed: Callable[[], None],
     ) -> None:
         self._manager = manager
-        self._ledger = ledger
         self._is_watched = is_watched
         self._whose = whose
         self._rehearsal = rehearsal
@@ -195,7 +192,7 @@ class Reports:
             known = self._manager.known.get(name)
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
-        remembered = self._ledger.get(volume)
+        remembered = self._manager.executor.ledger.get(volume)
         watched = device is not None and not device.parent and self._is_watched(device)
         # Of what the scope judges: no decision follows.
         said = "" if watched or event.denied else self._whose(event.number, name, device)

@@ -138,7 +138,7 @@ async def test_after_a_write_a_device_is_never_taken_for_blank(
     it.wrote(_write(), DEVICE)
     assert [would for would, *_ in _rows(it)] == ["lease", last]
     it.wrote(_write(), ANOTHER)
-    it._seen["sdb"] = rehearsal.Seen(ANOTHER.attachment, BLANK, time.monotonic())
+    it._seen["sdb"] = rehearsal.KnownContent(ANOTHER.attachment, BLANK, time.monotonic())
     it._writers.clear()
     it.wrote(_write(), ANOTHER)
     assert it.rows is not None and it.rows.times["lease"] == 2, "of another disk it may be said"

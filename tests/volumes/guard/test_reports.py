@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def _rehearsal(folder: Path) -> rehearsal.Rehearsal:
 class Manager:
     """Notes what it is asked to check. It heard of ``DEVICE`` from the kernel's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.executor = SimpleNamespace(ledger=store.LedgerStore(folder))
         self.known = {DEVICE.name: steps.Known(DEVICE)}
         self.denials = denials.Denials()
         self.scheduled: list[blockdev.BlockDevice] = []
@@ -50,10 +52,9 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     there = [before]
     monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
     monkeypatch.setattr(blockdev, "identify", lambda name: there[-1])
-    manager: Any = Manager()
-    ledger = store.LedgerStore(tmp_path)
+    manager: Any = Manager(tmp_path)
     told = reports.Reports(
-        manager, ledger, is_watched=lambda _: True, rehearsal=_rehearsal(tmp_path),
+        manager, is_watched=lambda _: True, rehearsal=_rehearsal(tmp_path),
         changed=lambda: None,
     )  # fmt: skip
     manager.known = {DEVICE.name: steps.Known(before)}
@@ -82,11 +83,10 @@ async def test_a_write_to_a_device_of_no_driver_waits_for_no_look(
 ) -> None:
     monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
     monkeypatch.setattr(blockdev, "identify", lambda name: DEVICE)
-    manager: Any = Manager()
-    ledger = store.LedgerStore(tmp_path)
+    manager: Any = Manager(tmp_path)
     rehearsed = _rehearsal(tmp_path)
     told = reports.Reports(
-        manager, ledger, is_watched=lambda _: False, whose=lambda *_: whose, rehearsal=rehearsed,
+        manager, is_watched=lambda _: False, whose=lambda *_: whose, rehearsal=rehearsed,
         changed=lambda: None,
     )  # fmt: skip
     told.denied(dataclasses.replace(EVENT, denied=False, time=time.monotonic()), None)
@@ -103,11 +103,11 @@ async def test_many_writes_that_the_scope_reports_end_no_other_finding(
     names = {number: f"sd{number}" for number in range(2 * denials.MOST_GROUPS)}
     monkeypatch.setattr(blockdev, "name_of", lambda number: names.get(number[1], DEVICE.name))
     monkeypatch.setattr(blockdev, "identify", lambda name: None)
-    manager: Any = Manager()
+    manager: Any = Manager(tmp_path)
     rehearsed = _rehearsal(tmp_path)
     of_scope = [(8, number) for number in names] + [DEVICE.number]
     told = reports.Reports(
-        manager, store.LedgerStore(tmp_path), is_watched=lambda _: False,
+        manager, is_watched=lambda _: False,
         whose=lambda number, *_: "unproven" if number in of_scope else "", rehearsal=rehearsed,
         changed=lambda: None,
     )  # fmt: skip
