@@ -138,6 +138,8 @@ def cli(**_: Any) -> None:
 @click.pass_obj
 def run(ctx: Context, last_good: Path | None) -> None:
     """Run the agent in the foreground until SIGTERM or SIGINT."""
+    # Its handlers print a line that is no JSON at each fork. No child of ours talks gRPC.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
     from nodeagent import app, logs  # clients of the API do not pay for the server
 
     loaded = configfile.load_or_last(ctx.config, last_good)

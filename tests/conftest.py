@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 patience.ensure(TESTS.parent / "build")  # first: what is imported next has limits as constants
 # A child of a process that has used gRPC starts gRPC's threads anew, and is aborted when it closes
 # what it inherited. Tests fork the workers of a fill beside channels of other tests. The agent's
-# fork server has used none; the agent runs with gRPC's default (testbed/agent.py).
+# fork server has used none.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 from tests.testbed import (  # noqa: E402

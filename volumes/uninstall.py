@@ -60,6 +60,9 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             override.forget(wanted)
         case "ledger":
             shutil.rmtree(name)
+            with contextlib.suppress(OSError):  # there is more: that goes by itself
+                Path(name).parent.rmdir()
+                Path(state_dir).rmdir()
         case "state":
             entries = _entries(Path(name))
             for each in Path(name).iterdir():

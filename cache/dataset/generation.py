@@ -238,5 +238,5 @@ class Generation:
 
 
 def bad_left(bad: int) -> str:
-    """Why a generation is partial of which bad files were not replaced."""
-    return f"{bad} bad files could not be replaced"
+    """Why a generation is partial that has bad files."""
+    return f"{bad} bad files are not replaced yet"

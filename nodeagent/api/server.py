@@ -26,7 +26,7 @@ from aiohttp import HttpVersion11, web
 import kit.errors
 import kit.redact
 from kit.room import Answer, Request, Role, Route, Stream
-from nodeagent import groups, rooms
+from nodeagent import STARTING, groups, rooms
 from nodeagent.api import access, own
 from nodeagent.shown import overview
 from nodeagent.state import RunningRoom, State
@@ -393,7 +393,10 @@ def _handler(route: Route, running: RunningRoom, door: Door) -> Handler:
             return await _send(request, answer, door)
         if not isinstance(answer, Answer):
             answer = Answer(answer)
-        return web.json_response(msgspec.to_builtins(answer.body), status=answer.status)
+        # What the settings have may come yet: a short list may not be the whole one.
+        headers = {STARTING: running.room.name} if running.starting else None
+        body = msgspec.to_builtins(answer.body)
+        return web.json_response(body, status=answer.status, headers=headers)
 
     return handle
 

@@ -11,10 +11,12 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kit.errors
 import kit.files
+from kit import terminal
+from nodeagent import STARTING
 
 if TYPE_CHECKING:
     import aiohttp
@@ -35,6 +37,14 @@ class RemoteError(kit.errors.AgentError):
 
 class RemoteDegradedError(RemoteError, kit.errors.DegradedError):
     """The agent answered that the part of it that was asked does not run."""
+
+
+class _Reply(NamedTuple):
+    """``starting``: the room that answered, while it may not know all that its settings have."""
+
+    text: str
+    status: int
+    starting: str
 
 
 class _Received:
@@ -62,6 +72,7 @@ class Client:
             )
         self.address = address
         self._token_file = token_file
+        self._told = False  # that a room is starting
         self._socket = address.removeprefix("unix://") if address.startswith("unix:") else None
         # The host is not looked at: the socket leads to one agent.
         self._url = address.rstrip("/") if self._socket is None else "http://agent"
@@ -110,20 +121,27 @@ class Client:
         )
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        ask = self._over_tcp if self._socket is None else self._over_socket
-        return self._decode(*await ask(method, path, body, query))
+        answer = await self._ask(method, path, body, query)
+        return self._decode(answer.text, answer.status)
 
     async def text(self, path: str) -> str:
+        answer = await self._ask("GET", path, None, {})
+        if answer.status >= 400:
+            self._decode(answer.text, answer.status)
+        return answer.text
+
+    async def _ask(self, method: str, path: str, body: Any, query: Mapping[str, Any]) -> "_Reply":
         ask = self._over_tcp if self._socket is None else self._over_socket
-        text, status = await ask("GET", path, None, {})
-        if status >= 400:
-            self._decode(text, status)
-        return text
+        answer = await ask(method, path, body, query)
+        if answer.starting and not self._told:
+            self._told = True
+            text = f"{answer.starting} is starting: what it shows may not be all yet"
+            terminal.say(f"nodeagent: {text}", error=True)
+        return answer
 
     async def _over_tcp(
         self, method: str, path: str, body: Any, query: Mapping[str, Any]
-    ) -> tuple[str, int]:
-        """The text of an answer and its status."""
+    ) -> "_Reply":
         import aiohttp
 
         try:
@@ -131,14 +149,15 @@ class Client:
                 self._session(ANSWER_SECONDS) as session,
                 session.request(method, self._url + path, json=body, params=query) as response,
             ):
-                return await response.text(), response.status
+                text, starting = await response.text(), response.headers.get(STARTING, "")
+                return _Reply(text, response.status, starting)
         except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
             raise self.unreachable(error) from error
 
     async def _over_socket(
         self, method: str, path: str, body: Any, query: Mapping[str, Any]
-    ) -> tuple[str, int]:
-        """As ``_over_tcp``. HTTP/1.0: the answer lasts until the agent closes."""
+    ) -> "_Reply":
+        """HTTP/1.0: the answer lasts until the agent closes."""
         content = b"" if body is None else json.dumps(body).encode()
         question = f"?{urllib.parse.urlencode(query)}" if query else ""
         target = urllib.parse.quote(path, safe="/%:@?=&") + question
@@ -157,7 +176,8 @@ class Client:
                     writer.close()
             response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]
             response.begin()
-            return response.read().decode(), response.status
+            text, starting = response.read().decode(), response.getheader(STARTING, "")
+            return _Reply(text, response.status, starting)
         except (http.client.HTTPException, TimeoutError, OSError, UnicodeDecodeError) as error:
             raise self.unreachable(error) from error
 

@@ -48,6 +48,7 @@ SSD_BYTES = 2 * 2**30
 SAMPLE_SECONDS, PROGRESS_SECONDS = 10.0, 60.0
 AWAY_SECONDS = 20.0  # of a source: longer than cache.source_timeout, so that the agent notices
 RESTARTS_UNTIL = 0.4  # of the time: then one process is watched for long
+MORE_KILLS = 4  # of the agent in a round of faults, while it is restarted at all
 CALM_SECONDS = 120.0
 WELL = {"complete", "partial"}
 DRIVER = "nodeagent.io"
@@ -672,6 +673,7 @@ class Soak:
         while time.time() < end:
             restarts = time.time() < began + SECONDS * RESTARTS_UNTIL
             names = faults.names(restarts=restarts)
+            names += ["agent_killed"] * MORE_KILLS if "agent_killed" in names else []
             faults.generator.shuffle(names)
             for name in names:
                 if time.time() >= end:

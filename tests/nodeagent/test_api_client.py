@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import kit.errors
+from nodeagent import STARTING
 from nodeagent.commands import client
 
 ERROR = {"thing": "view /v", "cause": "in use", "remedy": "end it", "exit_code": 6}
@@ -35,7 +36,11 @@ async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[s
     async def lines(_: web.Request) -> web.Response:
         return web.Response(text='{"n": 0}\n{"n": 1}\n')
 
+    async def starting(_: web.Request) -> web.Response:
+        return web.json_response({"datasets": []}, headers={STARTING: "cache"})
+
     app = web.Application()
+    app.router.add_get("/starting", starting)
     app.add_routes([web.get("/error", error), web.get("/page", page), web.get("/lines", lines)])
     app.router.add_route("*", "/echo", echo)
     async with TestServer(app) as server:
@@ -109,3 +114,14 @@ async def test_answer_that_is_cut_short_or_no_http_is_no_answer(
 async def test_path_of_a_request_is_one_line(url: str) -> None:
     with pytest.raises(kit.errors.UnreachableError, match="not an agent"):
         await client.Client(url).call("GET", "/a b\r\nHost: x\r\n\r\n")
+
+
+async def test_an_answer_of_a_room_that_is_starting_is_told_once(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asks = client.Client(url)
+    for _ in range(2):
+        assert await asks.call("GET", "/starting") == {"datasets": []}
+    said = capsys.readouterr()
+    assert said.err == "nodeagent: cache is starting: what it shows may not be all yet\n"
+    assert said.out == ""

@@ -12,7 +12,7 @@ import kit.files
 import kit.room
 import kit.settings
 from kit.room import Answer, Request, Role, Route, Stream
-from nodeagent import app
+from nodeagent import STARTING, app
 from nodeagent.api import access, server
 from nodeagent.state import RunningRoom, State
 from tests.nodeagent import served as api
@@ -74,6 +74,21 @@ async def test_a_room_that_is_starting_does_not_say_that_a_thing_is_not_there(
         answer = await client.get("/v1/x")
         assert answer.status == status
         assert ("is starting" in (await answer.json())["error"]["cause"]) is not settled
+
+
+@pytest.mark.parametrize("settled", [False, True])
+async def test_a_room_that_is_starting_says_so_with_what_it_shows(
+    agent: app.Agent, settled: bool
+) -> None:
+    """An empty list at the start is not the news that nothing is there."""
+
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        return {"datasets": []}
+
+    async with api.serving(agent, Route("GET", "/v1/x", handler), unsettled=not settled) as client:
+        answer = await client.get("/v1/x")
+        assert answer.headers.get(STARTING) == (None if settled else "fake")
+        assert (answer.status, await answer.json()) == (200, {"datasets": []})
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])

@@ -124,7 +124,7 @@ class Agent:
         made = {**os.environ, **mine}
         if self.holds.exists() or constants.ENVIRONMENT in made:
             made["PYTHONPATH"] = starts.python_path(made)  # a benchmark has not the hook yet
-        made.pop("GRPC_ENABLE_FORK_SUPPORT", None)  # of tests (tests/conftest.py)
+        made.pop("GRPC_ENABLE_FORK_SUPPORT", None)  # of tests; the agent sets its own
         return made
 
     def _divided(self) -> tuple[dict[str, Any], list[Any]]:

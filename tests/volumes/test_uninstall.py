@@ -45,9 +45,18 @@ def test_memory_of_volumes_stays_and_the_rest_goes(
     assert set(kinds(section, tmp_path)) == {"ledger"}
 
     uninstall.remove(section, str(tmp_path), "ledger", str(tmp_path / "volumes" / "ledger"))
-    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+    assert not tmp_path.exists(), "of an agent whose other traces went before"
+    assert not kinds(section, tmp_path)
 
-    assert not (tmp_path / "volumes").exists()
+
+def test_what_is_beside_the_ledger_outlives_it(section: dict[str, object], tmp_path: Path) -> None:
+    for folder in ("volumes/ledger", "cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "volumes" / "operator.log").touch()
+    uninstall.remove(section, str(tmp_path), "ledger", str(tmp_path / "volumes" / "ledger"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "volumes"]
+    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+    assert [each.name for each in tmp_path.iterdir()] == ["cache"]
 
 
 def test_word_that_is_held_in_memory_goes(section: dict[str, object], tmp_path: Path) -> None:

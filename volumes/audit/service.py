@@ -81,7 +81,7 @@ class Audit:
         self.follower: follower.LogFollower | None = None
         self._reporter = reporter
         self._guard = guard
-        self._patterns: dict[str, patterns.Pattern] = {}
+        self._patterns = patterns.PatternFile()
         self._hits = patterns.PatternHits()
         self._memory = scheduler.ScanMemory()
         self._state: finding_state.State = {}
@@ -124,7 +124,7 @@ class Audit:
         self._follow_logs()
 
     def _load_patterns(self, settings: AuditSettings) -> None:
-        self._patterns = {p.id: p for p in patterns.load(settings.logs.patterns)}
+        self._patterns = patterns.read(settings.logs.patterns)
 
     def _follow_logs(self) -> None:
         if self._log_task is not None:
@@ -134,7 +134,7 @@ class Audit:
             return
         self.follower = follower.LogFollower(
             follower.configuration(
-                self.settings.logs, tuple(self._patterns.values()), self.wanted.guard.drivers
+                self.settings.logs, tuple(self._patterns.by_id.values()), self.wanted.guard.drivers
             ),
             self._log_hits,
         )
@@ -152,9 +152,11 @@ class Audit:
             if task.done() and not task.cancelled():
                 task.result()
         new = wanted.audit.model_copy(update={"enabled": True}) if refused else wanted.audit
-        if (new, _beside(wanted)) != (before, _beside(self.wanted)):
+        now = await asyncio.to_thread(patterns.stamp, new.logs.patterns)
+        other_patterns = now != self._patterns.stamp
+        if other_patterns or (new, _beside(wanted)) != (before, _beside(self.wanted)):
             drivers_changed = wanted.guard.drivers != self.wanted.guard.drivers
-            logs_changed = new.logs != before.logs or drivers_changed
+            logs_changed = other_patterns or new.logs != before.logs or drivers_changed
             if logs_changed:
                 self._load_patterns(new)
             self.settings, self.wanted = new, wanted
@@ -218,7 +220,7 @@ class Audit:
             h for h, name in about if self._concerns(name) or name.startswith(patterns.MAPPING)
         ]
         hits = patterns.unmounted(self._hits, self.inventory)
-        self._hits = patterns.note(hits, found, self._patterns, time.time(), hold)
+        self._hits = patterns.note(hits, found, self._patterns.by_id, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:
@@ -360,7 +362,7 @@ class Audit:
             logs=tuple(
                 hit
                 for hit in patterns.join(
-                    patterns.frequent(self._hits, self._patterns),
+                    patterns.frequent(self._hits, self._patterns.by_id),
                     self.inventory,
                     self.wanted.guard.drivers,
                 )

@@ -186,3 +186,34 @@ async def test_log_lines_about_devices_that_are_left_out_do_not_count(
     await audit.round()
     assert {hit.device for hit in audit._scene().logs} == {"rbd1", ""}
     assert set(asked) == {("rbd0", "rbd1"), ("rbd1",)}
+
+
+async def test_a_changed_file_of_patterns_counts_without_a_restart(tmp_path: Path) -> None:
+    """And one that cannot be used leaves the patterns as they are."""
+    file = tmp_path / "patterns.yaml"
+    text = "- {id: mine, source: kernel, anchor: one, regex: one, severity: info,"
+    text += " meaning: m, advice: a}"
+    file.write_text(text.replace("one", "first"))
+    configuration = AuditSettings.model_validate({"logs": {"patterns": str(file)}})
+    audit = world.audit(configuration, tmp_path)
+    audit._load_patterns(audit.settings)
+    audit._follow_logs()
+    before = audit.follower
+    await audit.reconcile(world.wanted(configuration))
+    assert audit.follower is before, "nothing changed"
+
+    file.write_text("- 7")
+    for _ in range(2):
+        with pytest.raises(kit.errors.SettingsError, match=r"patterns\.yaml"):
+            await audit.reconcile(world.wanted(configuration))
+    assert audit._patterns.by_id["mine"].anchor == "first"
+    other = tmp_path / "other"
+    other.write_text(text)
+    other.replace(file)
+    await audit.reconcile(world.wanted(configuration))
+    assert audit._patterns.by_id["mine"].anchor == "one"
+    assert audit.follower is not before
+    file.unlink()
+    with pytest.raises(kit.errors.SettingsError, match="cannot be read"):
+        await audit.reconcile(world.wanted(configuration))
+    await audit.stop()

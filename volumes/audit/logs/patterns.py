@@ -89,6 +89,32 @@ def built_in() -> tuple[Pattern, ...]:
     return _parse(file.read_text(encoding="utf-8"), "patterns.yaml")
 
 
+Stamp = tuple[int, int, int] | None  # another one when the operator's file is another one
+
+
+@dataclass(frozen=True)
+class PatternFile:
+    """All patterns, and the ``stamp`` of the operator's file before it was read."""
+
+    by_id: Mapping[str, Pattern] = field(default_factory=dict)
+    stamp: Stamp = None
+
+
+def read(own: Path | None) -> PatternFile:
+    """As ``load``."""
+    before = stamp(own)
+    return PatternFile({pattern.id: pattern for pattern in load(own)}, before)
+
+
+def stamp(own: Path | None) -> Stamp:
+    """None: there is none, or it cannot be seen."""
+    try:
+        status = own.stat() if own is not None else None
+    except OSError:
+        return None
+    return (status.st_ino, status.st_mtime_ns, status.st_size) if status is not None else None
+
+
 def load(own: Path | None) -> tuple[Pattern, ...]:
     """The built-in patterns and the operator's. SettingsError names the file and the pattern."""
     patterns = {pattern.id: pattern for pattern in built_in()}
