@@ -66,7 +66,13 @@ CALLS = {
         for path in (
             *("/", "/openapi.json", "/metrics", "/healthz", "/readyz", "/runbook", "/v1/status"),
             *("/v1/events", "/v1/events/follow", "/v1/findings", "/v1/datasets", "/v1/audit"),
-            *("/v1/volumes/guard", "/v1/volumes/ledger", "/v1/audit/devices", "/v1/audit/findings"),
+            *(
+                "/v1/volumes/guard",
+                "/v1/volumes/guard/rehearsal",
+                "/v1/volumes/ledger",
+                "/v1/audit/devices",
+                "/v1/audit/findings",
+            ),
             *("/v1/images", "/v1/images/plan"),
         )
     },

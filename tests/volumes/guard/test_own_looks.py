@@ -12,6 +12,7 @@ import kit.child
 import kit.errors
 import kit.pause
 from linux import blockdev, stack
+from tests.testbed import waiting
 from tests.volumes.guard.world import DEVICE, witness
 from volumes import settings
 from volumes.guard import controller, in_force, kernel, override, own, record, scope, without_agent
@@ -118,7 +119,7 @@ async def test_what_lies_on_a_guarded_device_is_neither_guarded_nor_released_by_
 
 
 async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         while not true():
             await asyncio.sleep(0.01)
 
