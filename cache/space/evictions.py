@@ -149,9 +149,10 @@ class Evictions:
             if not found.beyond:
                 await self._end(dataset, share)
                 return
-            self._begun[dataset.current] = dataclasses.replace(begun, room=room)
+            begun = dataclasses.replace(begun, room=room)
         # Also when it is the same one: the disk may have refused it before.
         await dataset.change(kept_share=share, evicting=True)
+        self._begun[dataset.current] = begun
         await self._delete(dataset)
 
     async def _end(self, dataset: Dataset, share: int) -> None:

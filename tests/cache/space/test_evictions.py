@@ -357,6 +357,21 @@ async def test_retries_choose_again_only_when_there_is_more_room(world: World) -
     assert (world.chosen, world.dataset.durable["kept_share"]) == (2, HALF + 10)
 
 
+async def test_less_is_taken_out_also_when_the_disk_took_nothing_at_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(**_: Any) -> None:
+        raise kit.errors.HostError("store", "its disk is in trouble", "")
+
+    await world.begin()
+    world.fits["node"], world.reader = HALF + HALF // 2, False
+    with monkeypatch.context() as patched:
+        patched.setattr(world.dataset, "change", refuse)
+        await world.retry()
+    await world.retry()
+    assert (world.deleted, world.dataset.durable["kept_share"]) == (1, HALF + HALF // 2)
+
+
 @pytest.mark.parametrize(("seconds", "ends"), [(1e9, False), (1e-9, True)])
 async def test_what_the_disk_has_free_is_looked_at_again_after_a_while(
     world: World, monkeypatch: pytest.MonkeyPatch, seconds: float, ends: bool
