@@ -199,11 +199,10 @@ class Evict:
 
 
 def _remove_mark(root: int, path: list[str]) -> bool:
-    """Whether there was one that an overlay may remember. OSError when it stays: a file deleted
-    below it would be ENOENT."""
+    """Whether there was one. OSError when it stays: a file deleted below it would be ENOENT."""
     try:
         with tree.opened(root, path) as directory:
-            # CLOSED alone: a fill took the other one away, and came no further perhaps.
+            # CLOSED alone: a fill took the other one away, which the overlay may remember.
             was = tree.remove_mark(directory, tree.OPAQUE)
             return tree.remove_mark(directory, tree.CLOSED) or was
     except (FileNotFoundError, NotADirectoryError):
