@@ -203,8 +203,8 @@ def _remove_mark(root: int, path: list[str]) -> bool:
     try:
         with tree.opened(root, path) as directory:
             # CLOSED alone: a fill took the other one away, which the overlay may remember.
-            was = tree.remove_mark(directory, tree.OPAQUE)
-            return tree.remove_mark(directory, tree.CLOSED) or was
+            was, closed = tree.remove_mark(directory, tree.OPAQUE), tree.is_closed(directory)
+            return (closed and tree.remove_mark(directory, tree.CLOSED)) or was
     except (FileNotFoundError, NotADirectoryError):
         return False
 
