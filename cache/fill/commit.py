@@ -158,6 +158,7 @@ class Committer:
                 # Every mark above it would hide the source's entries from readers too.
                 with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
                     os.removexattr(above, tree.OPAQUE)
+                    os.setxattr(above, tree.CLOSED, b"y")  # for an eviction: there was a mark
             missing.append(number)
         return protocol.Rechecked(missing=missing)
 

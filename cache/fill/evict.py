@@ -202,7 +202,9 @@ def _remove_mark(root: int, path: list[str]) -> bool:
     """Whether there was one. OSError when it stays: a file deleted below it would be ENOENT."""
     try:
         with tree.opened(root, path) as directory:
-            return tree.remove_mark(directory, tree.OPAQUE)
+            # CLOSED alone: a fill took the other one away, which the overlay may remember.
+            was, closed = tree.remove_mark(directory, tree.OPAQUE), tree.is_closed(directory)
+            return (closed and tree.remove_mark(directory, tree.CLOSED)) or was
     except (FileNotFoundError, NotADirectoryError):
         return False
 

@@ -266,7 +266,7 @@ class Budgets:
                     share = limits.share_of(dataset)
                     why = why or victims.exceeded(share, self._shares(), self._store())
                     await self._evictions.settle(
-                        dataset, grow=False, limits=allowed, own=dataset.settings.keep, why=why
+                        dataset, grow=False, limits=allowed, own=True, why=why
                     )
             done = True
         except _WAITS as error:
@@ -339,8 +339,8 @@ class Budgets:
                 )  # fmt: skip
             result, why = "evicted", ""
         except _WAITS as error:
-            self._evictions.tell(dataset, error)
             why = str(error)
+            log.warning("eviction waits", dataset=dataset.name, why=why)
         dataset.eviction = dataclasses.replace(
             asked, state=result, why=why, files=dataset.evicted - files,
             bytes=dataset.freed - before, at=time.time(),

@@ -22,7 +22,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ log = structlog.get_logger("eviction")
 
 # A share grows by at least this part of it: each change reads the whole manifest.
 GROWTH = 1 / 64
+DISK_SECONDS = 900.0  # between two looks whether others have left some of the disk
 TOLD_SECONDS = 60.0  # between two lines of the log that say the same of a dataset
 
 Run = Callable[[Dataset, str, protocol.AnyTask], Awaitable[protocol.End]]
@@ -61,6 +62,7 @@ class _Begun:
 
     within: LimitsOf | None = None  # while nothing is deleted: it ends when these allow all
     stale: bool = True  # the overlay that is shown may remember marks that were taken away
+    room: Sequence[float] = ()  # what ``within`` left when the share was chosen
 
 
 class Evictions:
@@ -86,9 +88,9 @@ class Evictions:
         """Have the dataset keep the share that fits now; whether that is another one.
 
         ``grow``: a larger one will do; else only a smaller one. ``limits``: other ones than those
-        of the settings, for somebody who asked: no raised budget ends that. ``own``: of the
-        settings only the dataset's own. ``alone``: what it shares with an earlier generation
-        counts, too: that one goes by itself. ``changes``: to generation.json, when files go.
+        of the settings, for somebody who asked: no raised budget ends that. ``own``: while it is
+        kept only the dataset's own. ``alone``: what it shares with an earlier generation counts,
+        too: that one goes by itself. ``changes``: to generation.json, when files go.
 
         SourceError, HostError and RefusedError say why not. What is begun is done later then.
         """
@@ -96,33 +98,34 @@ class Evictions:
         allowed = limits or within(dataset, "evict")
         if dataset.source.block:
             return await _settle_copy(dataset, allowed, **changes)
-        now = dataset.generation.kept_share
-        end = await self._pass(dataset, "choose", now, allowed, alone)
-        assert end.evict is not None
-        share, beyond, found = end.evict.share, end.evict.beyond, end.evict.fill
+        before = now = dataset.generation.kept_share
+        chosen = await self._pass(dataset, "choose", now, allowed, alone)
+        share, beyond, found = chosen.share, chosen.beyond, chosen.fill
         if found.used < dataset.generation.used:  # a fill ends with a log of its index
             await dataset.change(used=found.used, inodes=found.inodes)
             dataset.figures = dataclasses.replace(dataset.figures, used=found.used)
+        if beyond and dataset.generation.evicting and self._begun_of(dataset).within is not None:
+            now = subset.ALL  # what its share takes out is all there
         if share > now and not (grow and (share == subset.ALL or share - now > now * GROWTH)):
             share = now
         if beyond and share <= now:
-            await self._take_out(dataset, share, beyond, None if limits else within, **changes)
+            begun = _Begun(None if limits else within, room=_room(allowed))
+            await self._take_out(dataset, share, beyond, begun, **changes)
         elif share != now:
             await dataset.change(kept_share=share, **changes)
-        return share != now
+        return share != before
 
     async def _take_out(
-        self, dataset: Dataset, share: int, files: int, within: LimitsOf | None, **changes: Any
+        self, dataset: Dataset, share: int, files: int, begun: _Begun, **changes: Any
     ) -> None:
-        """Keep ``share`` of the dataset; ``files``: how many go, as far as is known.
-        ``within``: as of ``_Begun``."""
+        """Keep ``share`` of the dataset; ``files``: how many go, as far as is known."""
         await _reach(dataset)
         generation = dataset.generation
         # What took marks away and came no further may have left an overlay that remembers them.
-        stale = generation.damaged > 0
+        within, stale = begun.within, generation.damaged > 0
         if generation.evicting:  # it may have been asked for: no raised budget ends it from now on
             within, stale = None, stale or self._begun_of(dataset).stale
-        self._begun[dataset.current] = _Begun(within, stale)
+        self._begun[dataset.current] = dataclasses.replace(begun, within=within, stale=stale)
         left = max(generation.left_files, files, 1)
         state = "partial" if generation.state == "complete" else generation.state
         changes |= {"kept_share": share, "evicting": True, "state": state, "left_files": left}
@@ -137,16 +140,19 @@ class Evictions:
             await _take_copy_out(dataset)
             return
         begun, share = self._begun_of(dataset), dataset.generation.kept_share
-        if begun.within is not None:
-            allowed = begun.within(dataset, "evict")
-            found = (await self._pass(dataset, "choose", share, allowed)).evict
-            assert found is not None
+        allowed = (begun.within or self._limits)(dataset, "evict")
+        room = _room(allowed)
+        # Only where there is more of it: to choose reads the whole manifest.
+        if begun.within and any(more > less for more, less in zip(room, begun.room, strict=True)):
+            found = await self._pass(dataset, "choose", share, allowed)
             share = max(share, found.share)
             if not found.beyond:
                 await self._end(dataset, share)
                 return
+            begun = dataclasses.replace(begun, room=room)
         # Also when it is the same one: the disk may have refused it before.
         await dataset.change(kept_share=share, evicting=True)
+        self._begun[dataset.current] = begun
         await self._delete(dataset)
 
     async def _end(self, dataset: Dataset, share: int) -> None:
@@ -164,10 +170,9 @@ class Evictions:
         begun = self._begun_of(dataset)
         self._begun[dataset.current] = dataclasses.replace(begun, stale=True)
         marks = await self._pass(dataset, "marks", share)
-        assert marks.evict is not None
         # The overlay may have looked up directories with their marks. One that never saw a mark
         # stays, and who stands in it is in nobody's way: each new one would be waited for.
-        hides = begun.stale or dataset.stage is not Stage.OVERLAY or marks.evict.evicted > 0
+        hides = begun.stale or dataset.stage is not Stage.OVERLAY or marks.evicted > 0
         if hides and dataset.stage in _SHOWS_STORE:
             await dataset.publish(Stage.OVERLAY)
         begun = self._begun[dataset.current] = dataclasses.replace(begun, stale=False)
@@ -175,11 +180,9 @@ class Evictions:
         # Also without marks: an eviction before may still wait for who looks past the overlay.
         await _wait_for_others(dataset)
         self._begun[dataset.current] = dataclasses.replace(begun, within=None)
-        end = await self._pass(dataset, "files", share)
-        assert end.evict is not None
+        found = await self._pass(dataset, "files", share)
         if dataset.stage in _SHOWS_STORE:
             await dataset.refresh()  # until then the files are open in the kernel
-        found = end.evict
         dataset.evicted += found.evicted
         counts: dict[str, Any] = dataset.figures.counts()
         await dataset.change(**{**counts, **found.fill.record()}, evicting=False)
@@ -201,7 +204,8 @@ class Evictions:
         return self._begun.get(dataset.current, _Begun())
 
     def _own(self, dataset: Dataset, kind: str) -> protocol.Limits:
-        return of_its_own(dataset, self._limits(dataset, kind))
+        allowed = self._limits(dataset, kind)
+        return of_its_own(dataset, allowed) if dataset.settings.keep else allowed
 
     async def _pass(
         self,
@@ -210,13 +214,23 @@ class Evictions:
         share: int,
         limits: protocol.Limits | None = None,
         alone: bool = False,
-    ) -> protocol.End:
+    ) -> protocol.EvictEnd:
         task = tasks.evict(dataset, limits or self._limits(dataset, "evict"), part, share)
         task = dataclasses.replace(task, beside=task.beside and not alone)
         end = await self._run(dataset, "evict", task)
         if end.evict is None:
             raise _waits(dataset, end.why or end.result, "it is tried again")
-        return end
+        return end.evict
+
+
+def _room(limits: protocol.Limits) -> Sequence[float]:
+    """What says how much limits leave; where one of these is more, there may be more room."""
+    least = limits.least
+    floors = (limits.reserve, least.share, least.bytes, least.inodes_share, least.inodes)
+    left = (limits.budget - limits.others, limits.inodes - limits.other_inodes)
+    # Time stands for what the disk has free.
+    now = time.monotonic() // DISK_SECONDS if limits.disk else math.inf
+    return (*left, now, *(-each for each in floors))
 
 
 async def fall_back(dataset: Dataset) -> bool:

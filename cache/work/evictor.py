@@ -44,8 +44,14 @@ class Evictor:
         self._datasets, self._slots, self._budgets = datasets, slots, kept
         self._withdrawn, self._clear_way = withdrawn, clear_way
         self._room_was_made = room_was_made
+        self._raised: set[Dataset] = set()
         self._wake = asyncio.Event()
         self._ending = False
+
+    def budget_raised(self, dataset: Dataset) -> None:
+        """What it gives now is wanted again. A pass may have its lock for minutes."""
+        self._raised.add(dataset)
+        self.wake()
 
     def wake(self) -> None:
         """Something may be queued, or be evicted from now."""
@@ -61,6 +67,7 @@ class Evictor:
         """Runs until it is cancelled, or ``end`` was called."""
         while not self._ending:
             self._wake.clear()
+            await self._note_wishes()
             before = self._freed()
             await self._budgets.keep()
             if self._freed() != before:
@@ -76,6 +83,7 @@ class Evictor:
                 continue
             patience = budgets.LOOK_SECONDS if self._budgets.over else None
             await kit.tasks.until(self._wake, patience if dataset is None else RETRY_SECONDS)
+        await self._note_wishes()
 
     def _freed(self) -> int:
         """SSD bytes since the agent's start."""
@@ -97,6 +105,19 @@ class Evictor:
             dataset.current.queued = False
             return False
         return True
+
+    async def _note_wishes(self) -> None:
+        """Durably, as ``wanted``, in those that are not whole."""
+        while self._raised:
+            dataset = self._raised.pop()
+            try:
+                async with dataset.lock:
+                    now = dataset.generation
+                    if now.state in ("partial", "filling") and not now.paused:
+                        await dataset.change(wanted=True)
+                        dataset.retry_now()
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                log.error("dataset is not filled again", dataset=dataset.name, why=str(error))
 
     async def _finish(self, dataset: Dataset) -> None:
         """Finish one that was cut short. Its fill stays queued when it may go on then."""

@@ -219,8 +219,9 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            if now.evicting:  # it may give less now
-                dataset.retry_now()
+            begins = now.state == "complete" and dataset.lock.locked()  # perhaps an eviction
+            if now.evicting or begins:  # it may give less now
+                self.evictor.budget_raised(dataset)
             elif now.state == "partial" and dataset.current.lacks_room() and not now.paused:
                 await self.warm(dataset)
 

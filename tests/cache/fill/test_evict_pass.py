@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kit.line_worker
-from cache.fill import evict, protocol
+from cache.fill import commit, evict, protocol
 from cache.store import index, large, manifest, subset, tree
 from tests.cache import passes
 from tests.testbed import trees
@@ -136,6 +136,18 @@ def test_smaller_share_takes_out_exactly_what_is_beyond(made: Evicted) -> None:
             assert sorted(os.listdir(path)) == sorted(os.listdir(of_source))
     assert made.partly(subset.ALL).result == "complete"
     trees.assert_equal(made.source, made.tree)
+
+
+def test_marks_that_a_fill_took_away_are_among_those_that_went(made: Evicted) -> None:
+    """It was cut off before it marked again, and the overlay may remember them."""
+    made.evict("marks", 1500)
+    made.evict("files", 1500)
+    closed = [d for d, _, _ in os.walk(made.tree) if tree.OPAQUE in os.listxattr(d)]
+    assert closed
+    with tree.opened_root(made.tree) as root:
+        for path in closed:
+            commit.unmark(root, os.path.relpath(path, made.tree).split("/"))
+    assert [made.evict("marks", 1500).evicted for _ in range(2)] == [len(closed), 0]
 
 
 def test_larger_share_adds_and_moves_nothing(made: Evicted) -> None:

@@ -103,6 +103,8 @@ def test_recheck_unseals_every_directory_above(area: Path, worker: Worker) -> No
     )
     assert done.missing == [3]
     marked = [tree.OPAQUE in os.listxattr(folder) for folder in folders]
+    told = [tree.CLOSED in os.listxattr(folder) for folder in folders]
+    assert told == [not each for each in marked], "for an eviction: an overlay may remember it"
     assert marked == [False, False, False, True]
 
 

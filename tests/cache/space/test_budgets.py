@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 import kit.errors
 from cache.dataset.dataset import Dataset
@@ -32,7 +33,7 @@ class Node:
 
         async def settle(_: object, dataset: Dataset, **given: Any) -> bool:
             allowed = given["limits"] or self._limits(dataset, "evict")
-            if given.get("own") and given["limits"] is None:
+            if given.get("own") and dataset.settings.keep and given["limits"] is None:
                 allowed = limits.of_its_own(dataset, allowed)
             self.asked.append((dataset.name, allowed))
             dataset.freed += self.gives
@@ -254,3 +255,21 @@ async def test_an_eviction_that_fails_is_tried_again_after_a_growing_pause(
         assert not await node.budgets.finish(dataset)
         assert not dataset.due.fill()
     assert dataset.generation.why == str(error)
+
+
+async def test_each_failed_eviction_of_an_operator_is_in_the_log(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a budget's, a moment ago, waited for the same."""
+    error = kit.errors.HostError("eviction", "a reader", "")
+
+    async def fails(*_: object, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(evictions.Evictions, "settle", fails)
+    dataset = node.add("a", 2000 * MIB)
+    with structlog.testing.capture_logs() as said:
+        await node.budgets.keep()
+        for _ in range(2):
+            await node.budgets.take_out(dataset)
+    assert [each["why"] for each in said if each["event"] == "eviction waits"] == [str(error)] * 3

@@ -1,6 +1,7 @@
 """What an eviction waits for before it deletes, what ends it before that, and what it says."""
 
 import contextlib
+import dataclasses
 import types
 from collections.abc import Awaitable
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 import structlog
 
 import kit.errors
+from cache.fill.protocol import Least, Limits
 from cache.space import evictions
 from cache.store import subset
 from cache.views.view import Stage
+from tests.cache import passes
 
 HALF = subset.ALL // 2
 
@@ -41,6 +44,7 @@ class Evicted:
 
     def __init__(self) -> None:
         self.stage = Stage.STORE
+        self.settings = types.SimpleNamespace(keep=False)
         self.source = types.SimpleNamespace(block=False)
         self.reached = types.SimpleNamespace(root="/source")
         self.figures = types.SimpleNamespace(counts=dict)
@@ -85,24 +89,29 @@ class World:
     """The dataset, who reads it, and passes that check what must hold when they run.
 
     ``fits``: the share that fits the ``node``'s budgets and the ``dataset``'s own, and what is left
-    of what was ``asked`` for otherwise.
+    of what was ``asked`` for otherwise. ``chosen``: how often the manifest was read for that.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dataset: Any = Evicted()
-        self.reader, self.deleted, self.cut_off = True, 0, ""
+        self.reader, self.deleted, self.cut_off, self.chosen = True, 0, "", 0
         self.fits = {"node": HALF, "dataset": HALF, "asked": HALF}
+        self.disk = False  # what it has free counts, beside the node's budget
+        self.disk_fits = subset.ALL
         monkeypatch.setattr(evictions.Evictions, "_pass", self._pass)
         monkeypatch.setattr(evictions, "fall_back", self._shows)
         monkeypatch.setattr(evictions, "_wait_for_others", self._wait)
-        monkeypatch.setattr(evictions, "of_its_own", lambda *_: "dataset", raising=False)
+        monkeypatch.setattr(evictions, "of_its_own", lambda *_: self.limits("dataset"))
         self.restart()
 
     def restart(self) -> None:
         """Of the agent."""
         none: Any = None
-        of_the_node: Any = lambda *_: "node"  # noqa: E731
-        self.made = evictions.Evictions(none, of_the_node)
+        self.made = evictions.Evictions(none, lambda *_: self.limits("node"))
+
+    def limits(self, whose: str) -> Limits:
+        disk = self.disk and whose == "node"
+        return dataclasses.replace(passes.LIMITS, budget=self.fits[whose], disk=disk)
 
     async def _shows(self, _: Any) -> bool:
         return False
@@ -114,8 +123,11 @@ class World:
     async def _pass(
         self, dataset: Any, part: str, share: int, limits: Any = None, alone: bool = False
     ) -> Any:
-        fits, taken = self.fits[limits or "node"], 0
+        allowed, taken = limits or self.limits("node"), 0
+        fits = min(allowed.budget - allowed.others, self.disk_fits if allowed.disk else subset.ALL)
         match part:
+            case "choose":
+                self.chosen += 1
             case "marks":
                 assert dataset.durable["evicting"], "a killed agent would not know of it"
                 taken, dataset.marks = dataset.marks, 0
@@ -128,17 +140,18 @@ class World:
         if part == self.cut_off:
             raise kit.errors.HostError("pass", "it was cut off", "")
         beyond = 5 if fits < subset.ALL else 0
-        found = types.SimpleNamespace(share=fits, beyond=beyond, fill=Fill(), evicted=taken)
-        return types.SimpleNamespace(evict=found)
+        return types.SimpleNamespace(share=fits, beyond=beyond, fill=Fill(), evicted=taken)
 
     async def begin(self, cause: str = "budget") -> None:
         given: dict[str, dict[str, Any]] = {
             "budget": {},
-            "own budget": {"own": True},
-            "operator": {"limits": "asked", "paused": "evicted"},
-            "another dataset": {"limits": "asked"},
+            "own budget": {},
+            "operator": {"limits": self.limits("asked"), "paused": "evicted"},
+            "another dataset": {"limits": self.limits("asked")},
         }
-        await _tried(self.made.settle(self.dataset, grow=False, **given[cause]))
+        self.dataset.settings.keep = cause == "own budget"
+        own = "limits" not in given[cause]
+        await _tried(self.made.settle(self.dataset, grow=False, own=own, **given[cause]))
 
     async def retry(self) -> None:
         if self.dataset.generation.evicting:
@@ -283,6 +296,132 @@ async def test_an_eviction_is_durable_before_marks_go_though_the_disk_took_nothi
     world.dataset.disk_takes, world.reader = True, False
     await world.retry()
     assert world.deleted == 1
+
+
+async def test_an_operator_is_given_no_more_than_asked_while_a_budgets_eviction_waits(
+    world: World,
+) -> None:
+    world.fits |= {"node": HALF // 2, "asked": HALF}
+    await world.begin()
+    world.reader = False
+    await world.begin("operator")
+    assert (world.deleted, world.dataset.durable["kept_share"]) == (1, HALF)
+
+
+async def test_files_that_are_being_deleted_are_not_given_back_by_who_asks_for_less(
+    world: World,
+) -> None:
+    world.reader, world.cut_off, world.fits["node"] = False, "files", HALF // 2
+    await world.begin()
+    world.cut_off = ""
+    await world.begin("operator")
+    assert world.dataset.durable["kept_share"] == HALF // 2
+
+
+@pytest.mark.parametrize("asked", ["budget", "another dataset"])
+async def test_a_dataset_that_is_kept_from_now_gives_nothing_to_the_nodes_budget(
+    world: World, asked: str
+) -> None:
+    await world.begin(asked)
+    world.raise_budgets("dataset")  # it has none of its own
+    world.dataset.settings.keep = True
+    await world.retry()
+    assert world.dataset.durable["evicting"] == (asked != "budget")
+    assert not world.deleted
+
+
+async def test_a_kept_dataset_that_its_own_fill_made_smaller_stays_so(world: World) -> None:
+    """It would be filled and evicted again and again: what fits is the node's to say."""
+    world.dataset.settings.keep = True
+    await _tried(world.made.settle(world.dataset, grow=False))
+    world.raise_budgets("dataset")
+    await world.retry()
+    assert world.dataset.durable["evicting"]
+
+
+# --- what a retry costs
+
+
+async def test_retries_choose_again_only_when_there_is_more_room(world: World) -> None:
+    """Choosing reads and hashes the whole manifest."""
+    await world.begin()
+    for _ in range(5):
+        await world.retry()
+    world.fits["node"] -= 1
+    for _ in range(5):
+        await world.retry()
+    assert world.chosen == 1
+    world.fits["node"] += 11
+    for _ in range(5):
+        await world.retry()
+    assert (world.chosen, world.dataset.durable["kept_share"]) == (2, HALF + 10)
+
+
+async def test_less_is_taken_out_also_when_the_disk_took_nothing_at_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(**_: Any) -> None:
+        raise kit.errors.HostError("store", "its disk is in trouble", "")
+
+    await world.begin()
+    world.fits["node"], world.reader = HALF + HALF // 2, False
+    with monkeypatch.context() as patched:
+        patched.setattr(world.dataset, "change", refuse)
+        await world.retry()
+    await world.retry()
+    assert (world.deleted, world.dataset.durable["kept_share"]) == (1, HALF + HALF // 2)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(1e9, False), (1e-9, True)])
+async def test_what_the_disk_has_free_is_looked_at_again_after_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch, seconds: float, ends: bool
+) -> None:
+    monkeypatch.setattr(evictions, "DISK_SECONDS", seconds)
+    world.disk, world.disk_fits, world.fits["node"] = True, HALF, subset.ALL
+    await world.begin()
+    world.disk_fits = subset.ALL
+    for _ in range(5):
+        await world.retry()
+    assert world.dataset.durable["evicting"] != ends
+    assert world.chosen == 1 + ends
+
+
+LIMITS = dataclasses.replace(
+    passes.LIMITS, budget=10, others=5, inodes=10, other_inodes=5, reserve=0.1,
+    least=Least(share=0.1, bytes=10, inodes_share=0.1, inodes=10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "roomier"),
+    [
+        ({}, False),
+        ({"budget": 11, "others": 6}, False),
+        ({"budget": 9}, False),
+        ({"budget": 11}, True),
+        ({"others": 4}, True),
+        ({"inodes": 11}, True),
+        ({"other_inodes": 4, "budget": 1}, True),
+        ({"other_inodes": 6}, False),
+        ({"reserve": 0.2}, False),
+        ({"reserve": 0.05}, True),
+        ({"disk": False}, True),
+        *(
+            ({"least": dataclasses.replace(LIMITS.least, **{name: value})}, roomier)
+            for name in ("share", "bytes", "inodes_share", "inodes")
+            for value, roomier in ((20, False), (0, True))
+        ),
+    ],
+)
+async def test_which_limits_leave_more_room(
+    world: World, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], roomier: bool
+) -> None:
+    allowed = LIMITS
+    monkeypatch.setattr(world, "limits", lambda _: allowed)
+    await world.begin()
+    allowed = dataclasses.replace(LIMITS, **changed)
+    await world.retry()
+    assert world.chosen == 1 + roomier
 
 
 # --- overlays

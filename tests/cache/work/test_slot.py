@@ -217,7 +217,92 @@ async def test_room_hurries_no_eviction_that_waits_but_a_raised_budget_does(node
     node.jobs.room_came([waits])
     assert not waits.due.fill()
     await node.jobs.budgets_raised([waits])
-    assert waits.due.fill()
+    async with following(node):
+        await until_async(waits.due.fill, 30, "the next try")
+
+
+@pytest.mark.parametrize(
+    ("when", "block"),
+    [("files go", False), ("it waits", False), ("files are chosen", False), ("it waits", True)],
+)
+async def test_a_raised_budget_is_a_wish_while_files_go(
+    node: Node, monkeypatch: pytest.MonkeyPatch, when: str, block: bool
+) -> None:
+    """Of a dataset that nothing else wants: it would stay partial for ever. Nor do the settings
+    wait for a pass of minutes."""
+    goes, waits = node.add("a", state="partial"), when == "it waits"
+    goes.settings = goes.settings.model_copy(update={"warm": False})
+    monkeypatch.setattr(goes.source, "block", block)
+    evicting = {"state": "partial", "evicting": True, "left_files": 3}
+    begun = {"state": "complete"} if when == "files are chosen" else evicting
+    goes.generation = dataclasses.replace(goes.generation, **begun)
+
+    async def finish(_: evictions.Evictions, of: Dataset) -> None:
+        await of.change(evicting=False)
+
+    monkeypatch.setattr(evictions.Evictions, "finish", finish)
+    async with following(node):
+        async with contextlib.nullcontext() if waits else goes.lock:
+            await node.jobs.budgets_raised([goes])
+            await asyncio.sleep(0)
+            if not waits:
+                await goes.change(**evicting)
+                await goes.change(evicting=False)
+        await until_async(lambda: goes.generation.wanted, 30, "the wish")
+        goes.current.queued = waits
+        node.jobs.wake()
+        await until_async(lambda: not goes.generation.evicting, 30, "the end of the eviction")
+    assert goes.generation.wanted
+    goes.current.queued, goes.due._fill = False, 0.0
+    assert goes.facts().fill_wanted
+
+
+@pytest.mark.parametrize(
+    "then", [{"paused": "evicted"}, {"state": "complete"}, {"state": "new"}, {"state": "stale"}]
+)
+async def test_a_raised_budget_is_no_wish_for_what_is_whole_or_held_by_then(
+    node: Node, then: dict[str, Any]
+) -> None:
+    goes, other = node.add("a", state="partial"), node.add("b", state="partial")
+    for each in (goes, other):
+        each.generation = dataclasses.replace(each.generation, evicting=True, left_files=3)
+    async with following(node):
+        async with goes.lock:
+            await node.jobs.budgets_raised([goes, other])
+            await goes.change(**then)
+        await until_async(lambda: other.generation.wanted, 30, "the other one")
+        await until_async(lambda: not goes.lock.locked(), 30, "the look at it")
+    assert not goes.generation.wanted
+
+
+async def test_a_wish_is_kept_though_the_agent_ends_meanwhile(node: Node) -> None:
+    goes = node.add("a", state="partial")
+    goes.generation = dataclasses.replace(goes.generation, evicting=True, left_files=3)
+    follows = asyncio.create_task(node.jobs.follow())
+    await asyncio.sleep(0)
+    async with goes.lock:
+        await node.jobs.budgets_raised([goes])
+        node.jobs.end()
+        await asyncio.sleep(0)
+    async with asyncio.timeout(waiting.limit(30)):
+        await follows
+    assert goes.generation.wanted
+
+
+async def test_a_wish_that_the_disk_refuses_ends_no_evictions(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, other = node.add("a", state="partial"), node.add("b", state="partial")
+    for each in (refused, other):
+        each.generation = dataclasses.replace(each.generation, evicting=True, left_files=3)
+
+    async def refuse(**_: Any) -> None:
+        raise OSError("the disk takes nothing")
+
+    monkeypatch.setattr(refused.current, "change", refuse)
+    async with following(node):
+        await node.jobs.budgets_raised([refused, other])
+        await until_async(lambda: other.generation.wanted, 30, "the other one")
 
 
 # --- what goes on
