@@ -578,7 +578,7 @@ def metrics(
     sizes = {name: row.bytes.total for name, row in shown.items()}
     yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Total size of the stored files, as in the source."
+    text = "Total size that the stored files have in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -623,7 +623,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets whose view shows the source until their stored files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Unix time of a dataset's last complete scrub. Of all datasets, the earliest."
+    text = "Unix time of the last complete scrub of the dataset whose scrub is oldest."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files and directories that scrubs found in the store."

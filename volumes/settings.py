@@ -73,12 +73,12 @@ class GuardSettings(kit.settings.Section):
     )
     """Block drivers of the guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Devices of other drivers, of which the guard reports writes. ceph: none. csi: all but the
-    node's own. all: own are only those of the root file system and of swaps."""
+    """The guard reports writes to devices of other drivers. ceph: to none. csi: to all but the
+    node's own disks. all: to all but the disks of the root file system and of swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """More own disks: 'by-id:PATTERN' or 'by-path:PATTERN' (in /dev/disk), 'model:PATTERN' (vendor
-    and model), 'vg:PATTERN' (volume group), 'name:PATTERN' (the kernel's name, xvdb). Not what
-    kubelet mounts for a PersistentVolume."""
+    and model), 'vg:PATTERN' (volume group), 'name:PATTERN' (the kernel's name, xvdb). A pattern
+    never matches a device that kubelet mounts for a PersistentVolume."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
     an automatic lease."""
@@ -99,7 +99,7 @@ class GuardSettings(kit.settings.Section):
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
     """The verdict is 'timeout' after this time without an answered read. A whole probe may last 20
-    times as long, but not more than 45s (or this setting, if that is longer)."""
+    times as long, at most 45s; with more than 45s here, as long as this setting."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False

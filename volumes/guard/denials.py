@@ -227,15 +227,17 @@ def _finding(denial: Denial) -> kit.findings.Finding:
         rule, severity = "scope-would-deny", kit.findings.Severity.INFO
     elif denial.denied:
         rule = "format-denied"
-    did = "was denied" if denial.denied else "would have been denied (dry-run)"
     subject = denial.title or denial.device
+    target = f"{denial.device} ({subject}) for writing"
+    did = f"opened {target}; in mode enforce, the guard denies that"
+    if denial.denied:
+        did = f"was not allowed to open {target}"
     return kit.findings.Finding(
         id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
         rule=rule,
         severity=severity,
         subject=subject,
-        message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
-        f"{'; '.join(denial.reasons)}",
+        message=f"{denial.program} {did}: {'; '.join(denial.reasons)}",
         advice=_advice(denial),
         evidence={
             "pid": str(denial.pid),

@@ -196,7 +196,7 @@ def test_an_agent_reports_writes_to_unproven_devices(where: cell.Cell, tmp_path:
         _rehearsed(agent, "refuse", "mkfs.ext4", "has_fs ext4")
         waiting.until(
             lambda: any(
-                f["rule"] == "scope-would-deny" and f" of {name} " in f["message"]
+                f["rule"] == "scope-would-deny" and f" {name} " in f["message"]
                 for f in agent.findings()
             ),
             10, "the report", detail=agent.findings,
