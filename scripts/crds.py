@@ -234,7 +234,8 @@ def _spec(intent: kit.room.Intent) -> Schema:
     if intent.spread:
         spec["properties"]["spread"] = {
             "description": "How many of the selected nodes keep the dataset. Not set: all. "
-            "status.chosen lists these nodes. If a node joins or leaves, at most its share of the datasets moves.",
+            "status.chosen lists these nodes. If a node joins or leaves, at most its share of the "
+            "datasets moves.",
             "type": "integer",
             "format": "int64",
             "minimum": 1,
