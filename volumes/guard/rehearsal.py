@@ -40,6 +40,7 @@ MOST_ROWS = 256  # the one that was added to longest ago goes
 OLD_SECONDS = 30 * 86400.0  # a row goes so long after its last write
 MOST_PROBES = 2  # of such devices at a time: nobody waits for one
 BLANK_SECONDS = 600.0  # for which a device that was blank is taken to be so
+WRITTEN_SECONDS = 5.0  # from a write until its device is probed: many formatters have ended
 AGAIN_SECONDS = 240.0  # until a device that was blank, or gave no answer, is probed again
 SAME_SECONDS = 60.0  # in which a program's opens of a device are one write: formatters open often
 READ_SECONDS = 5.0  # for the first read of a device
@@ -265,9 +266,7 @@ class Rehearsal:
         for name in self._seen.keys() - judged:
             del self._seen[name]
         for name in judged - self._probes.keys():
-            task = asyncio.create_task(self._probe(name), name=f"rehearsal {name}")
-            self._probes[name] = task
-            task.add_done_callback(functools.partial(self._ended, name))
+            self._look(name)
         self._titles = {device.name: title(device) for device in devices}
         for name in self._writers.keys() - self._titles.keys():
             del self._writers[name]
@@ -281,10 +280,16 @@ class Rehearsal:
                 self.rows.since = time.time()
                 self._changed.set()
 
+    def _look(self, name: str, after: float = 0.0) -> None:
+        task = asyncio.create_task(self._probe(name, after), name=f"rehearsal {name}")
+        self._probes[name] = task
+        task.add_done_callback(functools.partial(self._ended, name))
+
     def _ended(self, name: str, _: asyncio.Task[None]) -> None:
         del self._probes[name]
 
-    async def _probe(self, name: str) -> None:
+    async def _probe(self, name: str, after: float) -> None:
+        await asyncio.sleep(after)
         async with self._slots:
             device = await asyncio.to_thread(blockdev.identify, name)
             before, now = self._seen.get(name), time.monotonic()
@@ -321,8 +326,11 @@ class Rehearsal:
             return
         held = seen.held(now) if seen is not None and seen.attachment == attachment else None
         written = last is not None and last.attachment == attachment
-        if held is not None and held.verdict is Kind.BLANK_VERIFIED and written:
-            held = None
+        if held is not None and held.verdict is Kind.BLANK_VERIFIED:
+            del self._seen[name]  # not any more
+            held = None if written else held
+        if device is not None and name not in self._probes:
+            self._look(name, WRITTEN_SECONDS)
         added = row(denial, self._titles.get(name, ""), held)
         if self.rows is None:
             self._early.append(added)

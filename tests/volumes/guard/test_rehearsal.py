@@ -70,6 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, blockdev.BlockDevice]:
     devices = {"sdb": DEVICE}
     monkeypatch.setattr(blockdev, "identify", devices.get)
+    monkeypatch.setattr(rehearsal, "WRITTEN_SECONDS", 0.01)
     call = kit.child.call
 
     async def calls(function: Any, *arguments: Any, deadline: float) -> Any:
