@@ -222,16 +222,15 @@ def _finding(denial: Denial) -> kit.findings.Finding:
             evidence={"pid": str(denial.pid), "command": denial.command, "pod": denial.pod,
                       "verdict": denial.verdict, "volume": denial.volume},
         )  # fmt: skip
-    rule, severity = "format-would-be-denied", kit.findings.Severity.CRITICAL
-    if denial.whose:
-        rule, severity = "scope-would-deny", kit.findings.Severity.INFO
-    elif denial.denied:
-        rule = "format-denied"
     subject = denial.title or denial.device
     target = f"{denial.device} ({subject}) for writing"
+    rule, severity = "format-would-be-denied", kit.findings.Severity.CRITICAL
     did = f"opened {target}; in mode enforce, the guard denies that"
-    if denial.denied:
-        did = f"was not allowed to open {target}"
+    if denial.whose:
+        rule, severity = "scope-would-deny", kit.findings.Severity.INFO
+        did = f"opened {target}; the guard only reports that"
+    elif denial.denied:
+        rule, did = "format-denied", f"was not allowed to open {target}"
     return kit.findings.Finding(
         id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
         rule=rule,

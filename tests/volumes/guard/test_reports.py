@@ -75,7 +75,7 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
 
 
 @pytest.mark.parametrize(("whose", "rule", "why"), [
-    ("unproven: not in use", "scope-would-deny", "): unproven: not in use"),
+    ("unproven: not in use", "scope-would-deny", "only reports that: unproven: not in use"),
     ("", "format-unchecked", ""),
 ])  # fmt: skip
 async def test_a_write_to_a_device_of_no_driver_waits_for_no_look(
