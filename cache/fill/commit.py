@@ -137,8 +137,9 @@ class Committer:
             if tree.count(directory) != seal.entries:
                 return False
             if seal.path:  # the root of a layer cannot be opaque
-                os.setxattr(directory, tree.OPAQUE, b"y")
-                tree.remove_mark(directory, tree.CLOSED)  # it speaks for all below from now on
+                # First the one goes: there may be room for one mark only.
+                tree.remove_mark(directory, tree.CLOSED)
+                os.setxattr(directory, tree.OPAQUE, b"y")  # it speaks for all below from now on
             os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
         return True
 

@@ -219,7 +219,8 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            begins = now.state == "complete" and dataset.lock.locked()  # perhaps an eviction
+            # Perhaps an eviction, and settings do not wait for one.
+            begins = now.state in ("complete", "partial") and dataset.lock.locked()
             if now.evicting or begins:  # it may give less now
                 self.evictor.budget_raised(dataset)
             elif now.state == "partial" and dataset.current.lacks_room() and not now.paused:

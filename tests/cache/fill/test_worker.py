@@ -108,6 +108,25 @@ def test_recheck_unseals_every_directory_above(area: Path, worker: Worker) -> No
     assert marked == [False, False, False, True]
 
 
+def test_a_seal_needs_room_for_one_mark_only(
+    area: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 keeps them all in one block, which a directory's own may fill."""
+    folder = area / "generation" / "tree" / "d"
+    folder.mkdir(exist_ok=True)
+    os.setxattr(folder, tree.CLOSED, b"y")
+    put = os.setxattr
+
+    def one_mark(directory: int, name: str, value: bytes) -> None:
+        if {tree.OPAQUE, tree.CLOSED} & set(os.listxattr(directory)) - {name}:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(directory, name, value)
+
+    monkeypatch.setattr(os, "setxattr", one_mark)
+    worker.do(Commit(folders=[], seals=[Listed(3, ["d"], len(os.listdir(folder)))]))
+    assert {tree.OPAQUE, tree.CLOSED} & set(os.listxattr(folder)) == {tree.OPAQUE}
+
+
 @pytest.mark.parametrize(
     ("ordered", "folders", "syncs"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)]
 )
