@@ -135,9 +135,9 @@ class PreheatSettings(kube.settings.RoomSettings):
     """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
     if a listed image needs the budget, the agent releases it earlier. 0: at once."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """containerd ends all pins if no agent ran for this time (minimum 4h). With this setting, the
-    kubelet does not see the pins: it deletes the images, and the agent restores them. Default: pins
-    stay until 'nodeagent image release-all'."""
+    """containerd ends all pins if no agent ran for this time (minimum 4h). With this setting,
+    pins do not stop the kubelet's garbage collection: the agent restores what it deletes. Default:
+    pins stay until 'nodeagent image release-all'."""
     retain: RetainSettings | None = None
     """Keep images that pods used. Not set: off."""
     platform: Annotated[str, AfterValidator(_platform)] = ""

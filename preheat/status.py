@@ -402,8 +402,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
     text = "How often containerd stopped while the agent changed something in it."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes of images that were not downloaded again: a container used the image (use), or "
-    text += "the agent healed it (heal)."
+    text = (
+        "Bytes that were not downloaded because the image was on the node: for a container (use), "
+    )
+    text += "or when the agent healed it (heal)."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
     text = "Removed pinned images that were not restored."

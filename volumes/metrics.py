@@ -24,7 +24,9 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     mode = present.mode if present is not None else kernel.Mode.OFF
     text = "The mode that the kernel is in, as a label; the value is 1."
     yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
-    text = "1: the kernel has the operator's mode or, without one, the settings' mode."
+    text = (
+        "1: the kernel has the wanted mode: the one that a person set, else that of the settings."
+    )
     yield gauge("volumes_guard_in_force", text, not guard.in_force.problems())
     text = "Current findings of the guard; no series for a rule that finds nothing."
     yield gauge("volumes_guard_findings", text, Counter(each.rule for each in found), "rule")

@@ -73,8 +73,8 @@ class GuardSettings(kit.settings.Section):
     )
     """Block drivers of the guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """The guard reports writes to devices of other drivers. ceph: to none. csi: to all but the
-    node's own disks. all: to all but the disks of the root file system and of swaps."""
+    """Of which other devices the guard reports writes. ceph: none. csi: all but the node's own
+    disks. all: all but the disks of the root file system and of swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """More own disks: 'by-id:PATTERN' or 'by-path:PATTERN' (in /dev/disk), 'model:PATTERN' (vendor
     and model), 'vg:PATTERN' (volume group), 'name:PATTERN' (the kernel's name, xvdb). A pattern
@@ -98,8 +98,8 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """The verdict is 'timeout' after this time without an answered read. A whole probe may last 20
-    times as long, at most 45s; with more than 45s here, as long as this setting."""
+    """The verdict is 'timeout' after this time without an answered read. Limit of a whole probe: 20
+    times this setting, but at most 45s, and at least this setting."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
     """If a cluster does not answer in this time, its volumes get no lease."""
     require_extents: bool = False
@@ -276,7 +276,7 @@ class RepairSettings(kit.settings.Section):
 
     mode: Mode = "off"
     """Unmap broken mappings that nothing holds. off: only advise. dry-run: log what it would do.
-    on: do it. Needs the audit, and `clusters` to detect a blocklist."""
+    on: do it. Needs the audit. Without `clusters`, the agent does not detect a blocklist."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4

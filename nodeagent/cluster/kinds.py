@@ -43,7 +43,7 @@ class SecretRef(kit.settings.Shown):
 
     # Name of the Secret.
     name: str = Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)
-    # Key in the Secret.
+    # Name of the entry in the Secret.
     key: str = Field(default="key", pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)
 
 
@@ -88,8 +88,8 @@ class IntentStatus(kit.settings.Shown):
     # spec. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each verb (warm, verify, pause, rescan): the last value that all wanted nodes acted on.
-    # The condition, like Warmed, says whether the action succeeded.
+    # For each annotation (warm, verify, pause, rescan): the last value of it that all wanted nodes
+    # acted on. The condition, like Warmed, says whether the action succeeded.
     carried_out: Mapping[str, str] = {}
 
 
