@@ -62,8 +62,7 @@ SYMPTOMS = (
     ),
     (
         "Pod Terminating, or its volume is busy",
-        "busy-mount, leaked-mount, unmap-failing. If the volume is a dataset: "
-        "docs/kubernetes.md#what-holds",
+        "busy-mount, leaked-mount, unmap-failing. Of a dataset: docs/kubernetes.md#what-holds",
     ),
     ("Jobs hang in reads of a dataset", "DatasetSourceSilent"),
     (
