@@ -58,6 +58,7 @@ class Request:
     fetch: int = 0  # bytes to fetch
     remote: int = 0  # bytes that a container's reads fetch: the snapshotter mounts them
     unpack: int = 0  # bytes that it takes unpacked beyond what is there
+    inodes: int = 0  # that it took once, when they became scarce
     parts: Mapping[str, int] = field(default_factory=dict)  # what it keeps on disk (estimate)
     running: bool = False  # a pull of it is in progress
     blocked: str = ""  # why it must not be pulled now
@@ -109,13 +110,14 @@ class Request:
         return self.fetch + self.unpack
 
 
-def untold(request: Request, size: int, running: bool, blocked: str) -> Request:
-    """The request for an image that the agent could not look up: its ``size`` is assumed."""
+def untold(request: Request, least: base.Usage, running: bool, blocked: str) -> Request:
+    """The request for an image that the agent could not look up: what it takes is assumed."""
     return dataclasses.replace(
         request,
         measured=True,
-        unpack=size,
-        parts={f"? {request.ref}": size},
+        unpack=least.bytes,
+        inodes=least.inodes,
+        parts={f"? {request.ref}": least.bytes},
         running=running,
         blocked=blocked,
     )

@@ -104,6 +104,7 @@ class Node:
     freeable: int = 0  # bytes of images that are neither pinned nor in use
     inodes_free: float = 1.0  # shares of all inodes
     eviction_inodes: float = 0.0
+    inodes: int = 0  # of the whole file system; 0: it has no table of them
     assumed: bool = False  # the thresholds are not from the kubelet's own configuration
     thresholds: str = ""  # where they are from, for people
 
@@ -123,6 +124,11 @@ class Node:
     @property
     def lacks_inodes(self) -> bool:
         return self.inodes_free < self.eviction_inodes
+
+    @property
+    def inodes_room(self) -> int:
+        """Inodes until the kubelet's threshold."""
+        return int((self.inodes_free - self.eviction_inodes) * self.inodes)
 
     @property
     def room(self) -> int:
@@ -319,6 +325,7 @@ def _with_additions(node: Node, budget: _Budget, ranked: list[Request], slots: i
     skips: list[Skip] = []
     slots -= sum(each.running for each in ranked)
     room = node.room - sum(each.need for each in ranked if each.running)
+    inodes = node.inodes_room - sum(each.inodes for each in ranked if each.running)
     for each in ranked:
         if each.running:
             continue
@@ -338,6 +345,12 @@ def _with_additions(node: Node, budget: _Budget, ranked: list[Request], slots: i
                 f"it needs {size(each.need)}, {size(free)} are free below the kubelet's threshold"
             )
             skips.append(Skip(each.ref, Reason.DISK, text, each.need, free))
+        elif each.inodes > inodes and node.inodes:
+            text = (
+                f"it took {each.inodes:,} inodes of the disk, {max(0, inodes):,} are free above "
+                "the kubelet's threshold"
+            )
+            skips.append(Skip(each.ref, Reason.DISK, text, each.need, max(0, room)))
         elif slots <= 0:
             waiting.append(each.ref)
         elif each.pins and not budget.make_room(each):
@@ -346,6 +359,7 @@ def _with_additions(node: Node, budget: _Budget, ranked: list[Request], slots: i
             pulls.append(each.ref)
             slots -= 1
             room -= each.need
+            inodes -= each.inodes
             if each.pins:
                 budget.reserved[each.ref] = each.parts
     return dataclasses.replace(

@@ -58,6 +58,7 @@ def node(
         pin_budget=min(section.pin_budget, int(min(gc_low, 1 - eviction) * capacity)),
         freeable=freeable,
         # A file system without a table of inodes (btrfs) never runs out of them.
+        inodes=found.f_files,
         inodes_free=found.f_favail / found.f_files if found.f_files else 1.0,
         eviction_inodes=max((each.of(found.f_files) for each in inodes), default=0.0),
         assumed=limits.assumed,

@@ -183,11 +183,12 @@ class Footprint:
         self._hold: base.Hold | None = None
         self._before: frozenset[str] = frozenset()  # unpacked by earlier attempts
         self._most = 0
+        self._inodes = 0  # when others alone would not have made them scarce
 
     @property
-    def took(self) -> int:
-        """Bytes, when that is more than was planned for; else 0."""
-        return self._most if self._most > self._request.need else 0
+    def took(self) -> base.Usage:
+        """Of each only what is more than was planned for; else 0."""
+        return base.Usage(self._most if self._most > self._request.need else 0, self._inodes)
 
     async def begin(self, hold: base.Hold) -> None:
         self._hold = None  # nothing is measured without what was there before
@@ -197,25 +198,35 @@ class Footprint:
 
     async def check(self, fetched: int) -> None:
         """Raises PullError at the kubelet's threshold, if this pull took more than was planned.
-        When others filled the disk, or files did, the work loop pauses it, and its bytes stay."""
+        When others filled the disk, the work loop pauses it, and its bytes stay."""
         with contextlib.suppress(kit.errors.AgentError):
             node = await self._pulls.disk()
-            if node is not None and node.pressed and not node.lacks_inodes:
+            if node is not None and node.lacks_inodes:
+                inodes = (await self._unpacked()).inodes
+                self._inodes = inodes if node.inodes_room + inodes > 0 else 0
+            elif node is not None and node.pressed:
                 await self.measure(fetched)
-        if self.took:
-            text = "it brought the disk to the kubelet's threshold, with more than was planned for"
-            raise PullError(self._request.ref, Kind.DISK, text)
+        if self.took != base.NO_USAGE:
+            of = " of inodes" if self._inodes else ""
+            text = f"it brought the disk to the kubelet's threshold{of}, with more than was planned"
+            raise PullError(self._request.ref, Kind.DISK, f"{text} for")
 
     async def measure(self, fetched: int) -> None:
         """The most counts: a runtime removes what it could not unpack."""
-        if self._hold is None:
-            return
-        with contextlib.suppress(base.RuntimeCallError):
-            taken = fetched if self._told else 0
-            for name in await self._pulls.runtime.unpacked(self._hold) - self._before:
-                with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
-                    taken += await self._pulls.runtime.layers.usage(name)
+        if self._hold is not None:
+            taken = (fetched if self._told else 0) + (await self._unpacked()).bytes
             self._most = max(self._most, taken)
+
+    async def _unpacked(self) -> base.Usage:
+        """What was unpacked below the hold since this pull began."""
+        total = base.NO_USAGE
+        with contextlib.suppress(base.RuntimeCallError):
+            held = self._hold and await self._pulls.runtime.unpacked(self._hold)
+            for name in (held or frozenset()) - self._before:
+                with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
+                    usage = await self._pulls.runtime.layers.usage(name)
+                    total = base.Usage(total.bytes + usage.bytes, total.inodes + usage.inodes)
+        return total
 
 
 class Puller:
@@ -614,7 +625,12 @@ class Pulls:
             self._wake()
 
     def _failed(
-        self, ref: str, error: PullError, attempts: int, digest: str, took: int = 0
+        self,
+        ref: str,
+        error: PullError,
+        attempts: int,
+        digest: str,
+        took: base.Usage = base.NO_USAGE,
     ) -> None:
         found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
         self.failures[ref] = dataclasses.replace(found, digest=digest, took=took)

@@ -167,10 +167,14 @@ class Reconciler:
             section, moves = self.section, self.healer.moves
             inventory = await self.runtime.inventory()
             self.runtime.release_after = section.release_after
-            if await self.runtime.tend(inventory) or await stock.end_lost(self.runtime, inventory):
-                inventory = await self.runtime.inventory()
+            with contextlib.suppress(base.BreakerOpenError):  # the rest of it waits
+                if await self.runtime.tend(inventory) or await stock.end_lost(
+                    self.runtime, inventory
+                ):
+                    inventory = await self.runtime.inventory()
             self.healer.learn(inventory, moves)
-            await self.healer.resync(inventory)
+            with contextlib.suppress(base.BreakerOpenError):
+                await self.healer.resync(inventory)
             inventory = await self.local.with_shapes(inventory, section.platform)
             inventory = await self.uses.note(inventory)
             requests = desired.gather(section, inventory.holds)
@@ -201,7 +205,9 @@ class Reconciler:
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
             shared = await asyncio.to_thread(estimate.shared, inventory, bases)
             self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
-            await self._act(self.snapshot)
+            await self._let_go(self.snapshot)
+            with contextlib.suppress(base.BreakerOpenError):
+                await self._take(self.snapshot)
 
     async def _keep_notes(
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
@@ -240,9 +246,10 @@ class Reconciler:
             self.pulls.look_for(request.ref, inventory, served, "does not list it")
             if not served and lookup is not None and lookup.leaves_it_to_the_runtime:
                 blocked = "" if running else self._hurdle(request, "", lookup, inventory)
-                least = 0 if failed is None else failed.least("", time.time())
-                size = max(self.section.unknown_image, least)
-                return desired.untold(request, size, running, blocked)
+                least = base.NO_USAGE if failed is None else failed.least("", time.time())
+                size = max(self.section.unknown_image, least.bytes)
+                least = dataclasses.replace(least, bytes=size)
+                return desired.untold(request, least, running, blocked)
             digest = here if served else ""
             return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
         digest = shape.top.digest
@@ -256,7 +263,7 @@ class Reconciler:
         cost = estimate.cost(shape, inventory, await self.local.usages(shape, inventory))
         known = "" if lookup is None or lookup.shape is None else digest
         self.resolver.turns.measured(request.ref, known, cost.fetch, present, time.time())
-        least = 0 if failed is None else failed.least(digest, time.time())
+        least = base.NO_USAGE if failed is None else failed.least(digest, time.time())
         blocked = ""
         if doubted and not running:
             blocked = durability.REASON
@@ -272,7 +279,8 @@ class Reconciler:
             measured=True,
             fetch=0 if present else cost.fetch,
             remote=estimate.remote_bytes(shape, inventory) if present else 0,
-            unpack=0 if present else max(cost.unpack, least - cost.fetch),
+            unpack=0 if present else max(cost.unpack, least.bytes - cost.fetch),
+            inodes=0 if present else least.inodes,
             parts=await self.local.parts(shape, inventory) if present else cost.parts,
             running=running,
             blocked=blocked,
@@ -301,32 +309,38 @@ class Reconciler:
 
     # --- acting -----------------------------------------------------------------------------------
 
-    async def _act(self, seen: Snapshot) -> None:
+    async def _let_go(self, seen: Snapshot) -> None:
+        """Everything that frees: an open breaker does not stop it."""
         holds = {hold.id: hold for hold in seen.inventory.holds}
         for release in seen.decided.releases:
             log.info("pin released", image=release.ref, why=release.text)
             if release.reason is plan.Reason.EXPIRED:
                 await self._note_expired(holds.values(), holds[release.hold])
             await self.release(holds[release.hold])
-        for retained in seen.decided.retained:
-            await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
-        for ref in seen.decided.pins:
-            await self._pin_present(seen.requests[ref], seen.inventory)
         for ref in list(self.pulls.running) if seen.decided.pause else ():
             log.warning("pull paused", image=ref, why=seen.decided.pause)
             await self.pulls.halt(ref)
-        for ref in seen.decided.pulls:
-            self.pulls.start(seen.requests[ref])
         await self._end_unrequested_pulls(seen)
         if seen.decided.pause and seen.decided.releases:
             # Garbage of unpinned images does not suffice: give back half-fetched images too.
             await self._give_back(seen.inventory)
 
+    async def _take(self, seen: Snapshot) -> None:
+        holds = {hold.id: hold for hold in seen.inventory.holds}
+        for retained in seen.decided.retained:
+            await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
+        for ref in seen.decided.pins:
+            await self._pin_present(seen.requests[ref], seen.inventory)
+        for ref in seen.decided.pulls:
+            self.pulls.start(seen.requests[ref])
+
     async def _give_back(self, inventory: base.ImageInventory) -> None:
         for hold in inventory.held("pull"):
-            await self.runtime.end(hold)
             if hold.by == "operator":  # the request stays, to be done once there is room
-                await self.runtime.begin(hold)
+                with contextlib.suppress(base.BreakerOpenError):
+                    await self.runtime.empty(hold)
+            else:
+                await self.runtime.end(hold)
 
     async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
         """End the holds of pulls that nobody requests any more, or that are finished."""

@@ -245,7 +245,8 @@ class LocalImages:
                 continue
             with base.allowing("NOT_FOUND"):
                 if layer.chain_id not in self._usages:
-                    self._usages[layer.chain_id] = await self._runtime.layers.usage(layer.chain_id)
+                    usage = await self._runtime.layers.usage(layer.chain_id)
+                    self._usages[layer.chain_id] = usage.bytes
                 found[layer.chain_id] = self._usages[layer.chain_id]
         return found
 

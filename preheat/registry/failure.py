@@ -96,7 +96,7 @@ class PullFailure:
     at: float = 0.0  # Unix time of the failure
     final: bool = False  # there is no such image
     digest: str = ""  # of the image that was pulled; empty: not known
-    took: int = 0  # bytes that it took of the disk itself, when that was more than planned
+    took: base.Usage = base.NO_USAGE  # of the disk, where that was more than planned
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
@@ -104,11 +104,11 @@ class PullFailure:
         one that is known by now, when nothing was of what was pulled."""
         return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
 
-    def least(self, digest: str, now: float) -> int:
-        """Bytes that the image ``digest`` needs at least, as it took them once; for an hour for
-        each attempt, because some of them may be here since, of an image that shares layers."""
+    def least(self, digest: str, now: float) -> base.Usage:
+        """What the image ``digest`` needs at least, as it took it once; for an hour for each
+        attempt, because some of it may be here since, of an image that shares layers."""
         counts = self.digest == digest and now - self.at < 3600.0 * min(self.attempts, 24)
-        return self.took if counts else 0
+        return self.took if counts else base.NO_USAGE
 
     def spoils(self, digest: str) -> bool:
         """Whether the image ``digest`` is not to be trusted, although the runtime lists it."""
@@ -177,7 +177,7 @@ def classify(ref: str, error: base.RuntimeCallError, unreadable: bool = False) -
     """What PullImage answered, as an error with its class. ``unreadable``: the lookup found no
     image in what its registry has; when the runtime cannot tell either, the network is not why."""
     text = error.cause.lower()
-    if isinstance(error, base.RuntimeGoneError):
+    if isinstance(error, base.RuntimeGoneError | base.BreakerOpenError):
         return PullError(ref, Kind.RUNTIME, error.cause)
     if isinstance(error, base.RuntimeSlowError) and "(PullImage)" not in error.thing:
         return PullError(ref, Kind.RUNTIME, error.cause)

@@ -39,7 +39,7 @@ class RuntimeSlowError(RuntimeCallError):
     """The runtime did not answer before the call's deadline."""
 
 
-class BreakerOpenError(RuntimeGoneError):
+class BreakerOpenError(RuntimeCallError):
     """The call was not sent: the runtime went away after an earlier changing call."""
 
 
@@ -114,6 +114,17 @@ def hold_id(hold: Hold) -> str:
     own = hold.digest if hold.role == "pin" else hold.state
     key = hashlib.sha256(f"{hold.ref}\n{own}".encode()).hexdigest()[:24]
     return f"{OWN_PREFIX}{hold.role}-{key}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What layers take on disk, unpacked."""
+
+    bytes: int = 0
+    inodes: int = 0
+
+
+NO_USAGE = Usage()
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,10 @@ class Containerd:
         After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
 
+    async def empty(self, hold: base.Hold) -> None:
+        """Remove what only this hold kept; the hold itself stays."""
+        await self._leases.renew(hold, hold, empty=True)
+
     async def unpacked(self, hold: base.Hold) -> frozenset[str]:
         """What was unpacked below a hold, and what is being unpacked: names of snapshots."""
         held = await self._leases.resources(hold.id)

@@ -163,6 +163,8 @@ UPDATE_CONTENT = Method(
 ABORT = Method(_CONTENT + "Abort", pb.AbortRequest, Empty, _check_abort)
 WRITE = Method(_CONTENT + "Write", pb.WriteContentRequest, pb.WriteContentResponse, _check_write)
 CREATE_LEASE = Method(_LEASES + "Create", pb.CreateLeaseRequest, Empty, _check_create_lease)
+# A note holds nothing. It comes before a release, so that nobody pins the image again.
+CREATE_NOTE = dataclasses.replace(CREATE_LEASE, frees=True)
 DELETE_LEASE = Method(
     _LEASES + "Delete", pb.DeleteLeaseRequest, Empty, lambda r: check_lease(r.id), frees=True
 )

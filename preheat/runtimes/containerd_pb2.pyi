@@ -324,10 +324,12 @@ class SnapshotRequest(_message.Message):
     def __init__(self, snapshotter: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class UsageResponse(_message.Message):
-    __slots__ = ("size",)
+    __slots__ = ("size", "inodes")
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
     size: int
-    def __init__(self, size: _Optional[int] = ...) -> None: ...
+    inodes: int
+    def __init__(self, size: _Optional[int] = ..., inodes: _Optional[int] = ...) -> None: ...
 
 class UpdateSnapshotRequest(_message.Message):
     __slots__ = ("snapshotter", "info", "update_mask")

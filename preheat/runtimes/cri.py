@@ -72,7 +72,7 @@ def decode(kind: type[ResponseT], data: bytes, what: str) -> ResponseT:
 @dataclass(frozen=True)
 class Method(Generic[RequestT, ResponseT]):
     """A remote method. It has a ``check`` exactly when it changes something. ``frees``: it only
-    lets go of what we held."""
+    lets go of what we held, or notes that this was asked for."""
 
     path: str
     request: type[RequestT]

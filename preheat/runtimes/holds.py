@@ -160,12 +160,13 @@ class Leases:
             return there
         return await self.renew(there, hold)
 
-    async def renew(self, old: base.Hold, new: base.Hold) -> base.Hold:
-        """Replace a lease by way of a second one with all it holds."""
-        resources = await self.resources(old.id)
+    async def renew(self, old: base.Hold, new: base.Hold, *, empty: bool = False) -> base.Hold:
+        """Replace a lease by way of a second one with all it holds. ``empty``: without that, and
+        containerd collects garbage before it answers."""
+        resources = () if empty else await self.resources(old.id)
         bridge = dataclasses.replace(new, id=old.id + RENEWAL)
         await self._create_with(bridge, resources)
-        await self.delete(old.id)
+        await self.delete(old.id, sync=empty)
         await self._create_with(new, resources)
         await self.delete(bridge.id)
         return new
@@ -188,7 +189,8 @@ class Leases:
 
     async def _create(self, hold: base.Hold) -> None:
         request = pb.CreateLeaseRequest(id=hold.id, labels=lease_labels(hold))
-        await self._connection.change(api.CREATE_LEASE, request)
+        method = api.CREATE_NOTE if hold.role == "note" else api.CREATE_LEASE
+        await self._connection.change(method, request)
 
     async def _create_with(self, hold: base.Hold, resources: Iterable[pb.LeaseResource]) -> None:
         with allowing("ALREADY_EXISTS"):

@@ -184,9 +184,10 @@ class Layers:
             return True
         return False
 
-    async def usage(self, chain_id: str) -> int:
-        """Bytes that one unpacked layer takes on disk."""
-        return (await self._connection.read(api.USAGE, self._request(chain_id))).size
+    async def usage(self, chain_id: str) -> base.Usage:
+        """Of one unpacked layer."""
+        found = await self._connection.read(api.USAGE, self._request(chain_id))
+        return base.Usage(found.size, found.inodes)
 
     async def note(self, chain_ids: Iterable[str], *, durable: bool) -> None:
         """Set or clear the label; a layer that is gone is passed over."""

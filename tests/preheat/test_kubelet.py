@@ -1,5 +1,6 @@
 """The kubelet's thresholds as it has them, and the disk seen through them."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from kube import kubelet
 from kube.kubelet import Limit
 from kube.settings import KubeletSettings, ThisNode
 from preheat import doctor, settings
-from preheat.planning import plan, stock
+from preheat.planning import desired, plan, stock
 from tests.preheat.planning.test_plan import NOW
 from tests.testbed import kubelet_files
 
@@ -196,3 +197,22 @@ def test_no_inodes_are_pressure() -> None:
     assert [r.hold for r in plan.decide(bare, [], [pin, other], 1, NOW).releases] == ["h"]
     enough = plan.Node(*(1000, 900, 0.85, 0.8, 0.1, 300), inodes_free=0.5, eviction_inodes=0.05)
     assert not plan.decide(enough, [], [pin, other], 1, NOW).pause
+
+
+@pytest.mark.parametrize(
+    ("inodes", "has_table", "pulls"), [(450, True, True), (451, True, False), (451, False, True)]
+)
+def test_an_image_that_took_too_many_inodes_waits_for_them(
+    inodes: int, has_table: bool, pulls: bool
+) -> None:
+    node = plan.Node(
+        *(1000, 900, 0.85, 0.8, 0.1, 300), inodes_free=0.5, eviction_inodes=0.05, inodes=1000
+    )
+    node = node if has_table else dataclasses.replace(node, inodes=0)
+    request = desired.Request("r", "policy", measured=True, fetch=1, inodes=inodes)
+    found = plan.decide(node, [request], [], 1, NOW)
+
+    assert bool(found.pulls) is pulls
+    texts = [skip.text for skip in found.skips]
+    told = f"it took {inodes} inodes of the disk, 450 are free above the kubelet's threshold"
+    assert texts == ([] if pulls else [told])

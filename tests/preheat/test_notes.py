@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import kit.errors
 from kit.room import Request
 from preheat import api, settings
 from preheat.component import Preheat
 from preheat.registry import failure, resolver
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd_api, cri
 from tests.preheat.rig import Reported
 from tests.preheat.test_status import REF, StillRuntime
 
@@ -26,6 +27,7 @@ class Keeping(StillRuntime):
         super().__init__(folder, {})
         self.kept: dict[str, base.Hold] = {}
         self.present = True
+        self.breaker = cri.Breaker(lambda: 0.0)
 
     async def inventory(self) -> base.ImageInventory:
         found = await super().inventory()
@@ -33,7 +35,14 @@ class Keeping(StillRuntime):
         holds = tuple(self.kept.values())
         return dataclasses.replace(found, records=records, holds=holds, in_use=frozenset())
 
+    async def tend(self, _: base.ImageInventory) -> bool:
+        if self.breaker.rests:  # a mark that is gone is set again
+            self.breaker.check(containerd_api.UPDATE_IMAGE)
+        return False
+
     async def begin(self, hold: base.Hold) -> base.Hold:
+        is_note = hold.role == "note"
+        self.breaker.check(containerd_api.CREATE_NOTE if is_note else containerd_api.CREATE_LEASE)
         made = dataclasses.replace(hold, id=base.hold_id(hold), created=hold.created or 1.0)
         self.kept[made.id] = made
         return made
@@ -45,6 +54,9 @@ class Keeping(StillRuntime):
         self.kept.pop(hold.id, None)
 
     unpin = end
+
+    def roles(self) -> set[str]:
+        return {hold.role for hold in self.kept.values()}
 
     def states(self) -> set[str]:
         return {hold.state for hold in self.kept.values() if hold.role == "note"}
@@ -129,6 +141,26 @@ async def test_notes_of_an_older_agent_are_read_and_ended(kept: tuple[Preheat, K
     assert runtime.states() == set()
 
 
+@pytest.mark.parametrize("kept", ["always", {"for": "1m"}], indirect=True)
+async def test_an_open_breaker_keeps_no_pin(kept: tuple[Preheat, Keeping]) -> None:
+    """One that an operator releases, or whose time is over. What is left to do waits, and is no
+    failure of the runtime."""
+    room, runtime = kept
+    assert runtime.roles() == {"pin"}
+    runtime.breaker.trip(cri.PULL_IMAGE)
+    is_timed = room.show(REF).keep != "always"
+    if is_timed:
+        await room.reconciler.cycle()
+    else:
+        await room.unpin(REF)
+
+    assert runtime.states() == {"expired" if is_timed else "released"}
+    assert runtime.roles() == {"note"}
+    with pytest.raises(kit.errors.SourceError, match="went away after a changing call"):
+        await room.pin(REF)
+    assert room.reconciler.trouble == ""
+
+
 @pytest.mark.parametrize("kept", [{"for": "1m"}], indirect=True)
 async def test_a_clock_that_is_set_back_brings_back_no_image_whose_time_was_over(
     kept: tuple[Preheat, Keeping],
@@ -165,7 +197,7 @@ async def test_what_filled_the_disk_is_planned_with_what_it_took(
         lookup.failed = None if shape else failure.after(error, resolver.PATIENCE, time.time())
         digest = shape.top.digest if shape else ""
         room.reconciler.pulls.failures[REF] = failure.PullFailure(
-            failure.Kind.DISK, "full", 1, 0.0, at=time.time(), digest=digest, took=least
+            failure.Kind.DISK, "full", 1, 0.0, at=time.time(), digest=digest, took=base.Usage(least)
         )
         await room.reconciler.cycle()
         assert room.reconciler.snapshot.requests[REF].need == least

@@ -1,6 +1,8 @@
 """One pull, at a runtime that a test plays: what it asks of it, and when."""
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from preheat.image import manifest
 from preheat.planning import desired, plan
 from preheat.pulling import pull
 from preheat.registry import failure, resolver
-from preheat.runtimes import base, containerd_api, holds
+from preheat.runtimes import base, containerd_api, cri, holds
 from preheat.runtimes import containerd_pb2 as pb
 from tests.preheat.registry.test_estimate import DIGEST, shape_of
 from tests.testbed import constants
@@ -32,6 +34,7 @@ class Runtime:
         self.moved: dict[str, base.Ingest] = {}
         # Bytes of each snapshot below the hold; None: it is gone by the time its use is asked.
         self.taken: dict[str, int | None] = {"before": 250}
+        self.inodes = 0  # of each
         self.content = self.cri = self.layers = self
         self.unpacks = True
         self.target = SHAPE.top
@@ -60,11 +63,11 @@ class Runtime:
     async def unpacked(self, _: base.Hold) -> frozenset[str]:
         return frozenset(self.taken)
 
-    async def usage(self, name: str) -> int:
+    async def usage(self, name: str) -> base.Usage:
         size = self.taken[name]
         if size is None:
             raise base.RuntimeCallError("snapshot", "not found", "", "NOT_FOUND")
-        return size
+        return base.Usage(size, self.inodes)
 
     async def inventory(self) -> base.ImageInventory:
         return base.ImageInventory(records=(base.Record(REF, self.target),))
@@ -132,6 +135,8 @@ class Leases:
 
     def __init__(self, lease: base.Hold) -> None:
         self.lease, self.calls = lease, list[str]()
+        self.breaker = cri.Breaker(lambda: 0.0)
+        self.synced = False
 
     async def read(self, method: Any, _: Any) -> Any:
         if method is containerd_api.LIST_RESOURCES:
@@ -140,7 +145,9 @@ class Leases:
         return pb.ListLeasesResponse(leases=[pb.Lease(id=self.lease.id, labels=labels)])
 
     async def change(self, method: Any, request: Any) -> None:
+        self.breaker.check(method)
         self.calls.append(method.path.rpartition("/")[2])
+        self.synced = getattr(request, "sync", False) or self.synced
         there = request.id == self.lease.id and "Delete" not in self.calls
         if method is containerd_api.CREATE_LEASE and there:
             raise base.RuntimeCallError("lease", "exists", "", "ALREADY_EXISTS")
@@ -161,6 +168,23 @@ async def test_a_pull_begins_with_half_of_its_leases_time(
     assert ("Delete" in connection.calls) is renewed
 
 
+@pytest.mark.parametrize("role", ["pull", "pin", "note"])
+async def test_an_open_breaker_lets_notes_pass_and_loses_no_request(role: Any) -> None:
+    hold = base.Hold(role, REF, "operator", SHAPE.top, state="released" if role == "note" else "")
+    hold = dataclasses.replace(hold, id=base.hold_id(hold))
+    connection = Leases(dataclasses.replace(hold, id="other"))
+    connection.breaker.trip(cri.PULL_IMAGE)
+    leases = holds.Leases(connection)  # type: ignore[arg-type]
+    with contextlib.nullcontext() if role == "note" else pytest.raises(base.BreakerOpenError):
+        await leases.begin(hold)
+    with contextlib.nullcontext() if role == "note" else pytest.raises(base.BreakerOpenError):
+        await leases.renew(hold, hold, empty=True)
+
+    made = ["Create", "Create", "Delete", "Create", "Delete"]
+    assert connection.calls == (made if role == "note" else [])
+    assert connection.synced is (role == "note")
+
+
 @pytest.mark.parametrize("text", ["lease does not exist", 'lease "x": not found'])
 def test_an_ended_lease_is_told_with_all_its_causes(text: str) -> None:
     found = failure.classify(REF, base.RuntimeCallError("r", text, "", "NOT_FOUND"))
@@ -178,7 +202,7 @@ def disk_of(*free: int, inodes: float = 1.0) -> Any:
     async def disk() -> plan.Node:
         now = left.pop(0) if len(left) > 1 else left[0]
         lacking = inodes if len(left) == 1 else 1.0
-        return plan.Node(*(1000, now, 0.85, 0.8, 0.0, 300), 0, lacking, 0.05)
+        return plan.Node(*(1000, now, 0.85, 0.8, 0.0, 300), 0, lacking, 0.05, 1000)
 
     return disk
 
@@ -189,36 +213,43 @@ OTHER = desired.Request("other", "policy", measured=True, fetch=50, running=True
 
 
 @pytest.mark.parametrize(
-    ("disk", "layers", "took"),
+    ("disk", "layers", "inodes", "took"),
     [
-        (disk_of(420, 420, 100), {"a": 150, "extract-1 b": 100}, 250),
-        (disk_of(420, 420, 100), {"a": 100, "extract-1 b": 100}, 0),
-        (disk_of(420, 420, 100), {"before": 250}, 0),
-        (disk_of(420, 420, 290, inodes=0.01), {"a": 250}, 0),
-        (disk_of(420, 300), {"a": 250}, 0),
-        (disk_of(420, 420, 100), {"a": None, "b": 250}, 250),
+        (disk_of(420, 420, 100), {"a": 150, "extract-1 b": 100}, 0, base.Usage(250)),
+        (disk_of(420, 420, 100), {"a": 100, "extract-1 b": 100}, 0, base.NO_USAGE),
+        (disk_of(420, 420, 100), {"before": 250}, 0, base.NO_USAGE),
+        # 40 are missing of 1000.
+        (disk_of(420, 420, 290, inodes=0.01), {"a": 250, "b": 0}, 19, base.NO_USAGE),
+        (disk_of(420, 420, 290, inodes=0.01), {"before": 250}, 60, base.NO_USAGE),
+        (disk_of(420, 420, 290, inodes=0.01), {"a": 10, "b": 0}, 30, base.Usage(0, 60)),
+        (disk_of(420, 300), {"a": 250}, 0, base.NO_USAGE),
+        (disk_of(420, 420, 100), {"a": None, "b": 250}, 0, base.Usage(250)),
     ],
-    ids=["over", "others", "earlier", "inodes", "room", "committed meanwhile"],
+    ids=[
+        *("over", "others", "earlier", "inodes of others", "inodes earlier", "inodes"),
+        *("room", "committed meanwhile"),
+    ],
 )
 async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
-    disk: Any, layers: dict[str, int | None], took: int
+    disk: Any, layers: dict[str, int | None], inodes: int, took: base.Usage
 ) -> None:
     """An unpack fills a disk between two looks of the work loop. Others that fill it cost the pull
     nothing: the loop pauses it."""
     runtime = Runtime()
+    runtime.inodes = inodes
     node = await disk()
     assert plan.decide(node, [REQUEST, OTHER], [], 2, 0.0).pulls == (REF,)
 
     async def pulled() -> str:
         runtime.taken |= layers
-        await asyncio.sleep(30 if took else 5 * pull.POLL_SECONDS)
+        await asyncio.sleep(30 if took != base.NO_USAGE else 5 * pull.POLL_SECONDS)
         return ""
 
     runtime.pulled = pulled
     one = puller(runtime, disk=disk)
-    if not took:
+    if took == base.NO_USAGE:
         assert await one.run() is not None
-        assert one.footprint.took == 0
+        assert one.footprint.took == took
         return
     with pytest.raises(failure.PullError, match="the kubelet's threshold") as raised:
         await one.run()
@@ -242,7 +273,7 @@ async def test_a_pull_that_found_no_space_counts_with_what_its_own_layers_took(
     one = puller(runtime, disk=disk_of(420))
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.footprint.took == took
+    assert one.footprint.took == base.Usage(took)
     assert len(runtime.ended) == 1
 
 
@@ -262,16 +293,18 @@ async def test_what_others_fetch_is_not_what_an_image_without_a_lookup_took(
     one = puller(runtime, lookup_failed=lookup_failed)
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.footprint.took == took
+    assert one.footprint.took == base.Usage(took)
 
 
 def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
     """Longer each time."""
-    failed = failure.PullFailure(failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=9)
+    failed = failure.PullFailure(
+        failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=base.Usage(9)
+    )
     hour = 3600.0
-    assert failed.least("d", 100.0 + 1.9 * hour) == 9
-    assert failed.least("d", 100.0 + 2.1 * hour) == 0
-    assert failed.least("other", 101.0) == 0
+    assert failed.least("d", 100.0 + 1.9 * hour) == base.Usage(9)
+    assert failed.least("d", 100.0 + 2.1 * hour) == base.NO_USAGE
+    assert failed.least("other", 101.0) == base.NO_USAGE
 
 
 # --- images that neither can read -----------------------------------------------------------------
