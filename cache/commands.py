@@ -19,6 +19,7 @@ from kit.terminal import Shown
 PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
 _HELD_SECONDS = 30.0  # the agent has tried again by then
+MOST_FAILURES = 100  # lines of 'show --failures'
 _GIVEN_UP = ("cancelled", "evicted", "removed")
 _MOVING = ("queued", "scanning", "filling", "verifying")
 
@@ -143,7 +144,9 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
         stuck = d.get("update") and d["update"]["state"] == "partial"
         of = f", of the update to {_next_name(d['update'])}" if stuck else ""
         yield f"failures   {len(failures)}{of}"
-        yield from (f"  {each['path']}: {each['reason']}" for each in failures)
+        yield from (f"  {each['path']}: {each['reason']}" for each in failures[:MOST_FAILURES])
+        if len(failures) > MOST_FAILURES:
+            yield f"  and {len(failures) - MOST_FAILURES} more; '-o json' prints all"
 
 
 def _next_name(next_one: dict[str, Any]) -> str:
@@ -159,8 +162,8 @@ def _verify_text(verify: dict[str, Any]) -> str:
         return str(verify["state"])
     left, again = verify.get("not_compared"), verify["state"] == "good" and verify["bad"]
     return (
-        f"{verify['state']}{' again' if again else ''}: {verify['checked_files']} files, "
-        f"{verify['bad']} bad{' before' if again else ''}, "
+        f"{verify['state']}{' again' if again else ''}: {verify['checked_files']} files checked, "
+        f"{verify['bad']} files or directories bad{' before' if again else ''}, "
         f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
         + (f", {left} not compared" if left else "")
     )

@@ -31,7 +31,8 @@ def verified(cache: "Cache", name: str) -> End | None:
     figures = found.result or {}
     message = found.why
     if bad := figures.get("bad", 0):
-        message = f"{bad} files were bad, {figures.get('replaced', 0)} of them are replaced"
+        replaced = figures.get("replaced", 0)
+        message = f"{bad} files or directories were bad, {replaced} of them are replaced"
     if found.state == "good":
         return End(True, message)
     return End(False, f"{found.state}: {message}")

@@ -252,9 +252,18 @@ VERIFIED = {"checked_files": 201, "bad": 1, "replaced": 1, "withdrawn": 0}
 @pytest.mark.parametrize(
     ("verify", "said"),
     [
-        (VERIFIED | {"state": "good"}, "good again: 201 files, 1 bad before, 1 replaced"),
-        (VERIFIED | {"state": "good", "bad": 0}, "good: 201 files, 0 bad"),
-        (VERIFIED | {"state": "bad", "bad": 2}, "bad: 201 files, 2 bad"),
+        (
+            VERIFIED | {"state": "good"},
+            "good again: 201 files checked, 1 files or directories bad before, 1 replaced",
+        ),
+        (
+            VERIFIED | {"state": "good", "bad": 0},
+            "good: 201 files checked, 0 files or directories bad",
+        ),
+        (
+            VERIFIED | {"state": "bad", "bad": 2},
+            "bad: 201 files checked, 2 files or directories bad",
+        ),
     ],
 )
 def test_verify_tells_what_was_bad_from_what_is(verify: dict[str, Any], said: str) -> None:
@@ -324,6 +333,24 @@ def test_failures_that_keep_an_update_from_serving_are_named(
     out = capsys.readouterr().out
     assert f"update     to frozen-b: partial ({why})" in out
     assert "failures   1, of the update to frozen-b\n  logs/f: it changed" in out
+
+
+@pytest.mark.parametrize(("count", "lines"), [(100, 100), (101, 101), (5000, 101)])
+def test_failures_are_counted_and_the_first_are_listed(
+    count: int, lines: int, monkeypatch: pytest.MonkeyPatch, fake: FakeAgent,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Without room each entry of a dataset is one."""
+    rows = [{"path": f"d/{number}", "reason": "no room"} for number in range(count)]
+    fake.answers = {"a": dataset(), "failures": {"failures": rows, "next": None}}
+    assert run(monkeypatch, "dataset", "show", "a", "--failures") == 0
+    told = capsys.readouterr().out.partition(f"failures   {count}\n")[2].splitlines()
+    assert run(monkeypatch, "dataset", "show", "a", "--failures", "-o", "json") == 0
+    whole = json.loads(capsys.readouterr().out)["failures"]
+
+    assert len(told) == lines
+    assert ("more; '-o json' prints all" in told[-1]) is (count > 100)
+    assert len(whole) == count
 
 
 def test_remote_error_is_one_line(

@@ -284,7 +284,7 @@ def test_kubectl_annotates_and_waits(
     (mine,) = plane.get("nst", "gpu-r2")["status"]["objects"]
     (verify,) = [each for each in mine["requests"] if each["verb"] == "verify"]
     assert (verify["value"], verify["state"]) == ("nightly-2", "done")
-    assert verify["message"] == "1 files were bad, 1 of them are replaced"
+    assert verify["message"] == "1 files or directories were bad, 1 of them are replaced"
 
     damage.flip(pair[1].tree(name) / "a")
     moment = files.stat().st_mtime_ns

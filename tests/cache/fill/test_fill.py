@@ -248,13 +248,16 @@ def test_what_does_not_fit_is_listed_in_pages(area: Path, begin: Callable[..., F
     stored = set(os.listdir(fill.generation / "tree"))
     fill.stop()
     listed: list[str] = []
+    reasons: set[str] = set()
     after: list[Any] = [0, ""]
     while after:
         page = generations.failures_page(str(fill.generation), 4, after)
         listed += [each["path"] for each in page["failures"]]
+        reasons |= {each["reason"] for each in page["failures"]}
         number, _, name = (page["next"] or "").partition("/")
         after = [int(number), os.fsdecode(bytes.fromhex(name))] if number else []
     assert sorted(listed) == sorted(set(names) - stored)
+    assert reasons == {"no room for its 1.0 MiB on the SSD"}
 
 
 # --- hard links

@@ -368,3 +368,27 @@ async def test_layers_of_a_moved_tag_are_progress(whose: str, stalls: bool) -> N
     with pytest.raises(failure.PullError, match="no progress"):
         await one.run()
     assert one.stalled
+
+
+@pytest.mark.parametrize(("said", "probed"), [("", [REF]), ("connection refused", [])])
+async def test_a_tag_is_looked_up_at_the_first_stall_of_its_pull(
+    said: str, probed: list[str]
+) -> None:
+    """It may name another image by now. A registry that is away is not asked at once."""
+    runtime, asked = Runtime(), list[str]()
+
+    async def pulled() -> str:
+        if said:
+            raise base.RuntimeCallError("r", said, "")
+        await asyncio.sleep(30)
+        return ""
+
+    runtime.pulled = pulled
+    one = puller(runtime, stall_timeout=1.5 * pull.POLL_SECONDS)
+    lookups: Any = one._pulls.lookups
+    lookups.probe = asked.append
+    lookups.turns.failed = lambda _, error, attempts, now, **__: failure.after(error, attempts, now)
+    await one._pulls._run(desired.Request(REF, "policy"), one)
+
+    assert one._pulls.failures[REF].attempts == 1
+    assert asked == probed
