@@ -110,7 +110,7 @@ class Request:
         return self.fetch + self.unpack
 
 
-def untold(request: Request, least: base.Usage, running: bool, blocked: str) -> Request:
+def untold(request: Request, least: base.DiskUse, running: bool, blocked: str) -> Request:
     """The request for an image that the agent could not look up: what it takes is assumed."""
     return dataclasses.replace(
         request,

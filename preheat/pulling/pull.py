@@ -186,9 +186,9 @@ class Footprint:
         self._inodes = 0  # when others alone would not have made them scarce
 
     @property
-    def took(self) -> base.Usage:
+    def took(self) -> base.DiskUse:
         """Of each only what is more than was planned for; else 0."""
-        return base.Usage(self._most if self._most > self._request.need else 0, self._inodes)
+        return base.DiskUse(self._most if self._most > self._request.need else 0, self._inodes)
 
     async def begin(self, hold: base.Hold) -> None:
         self._hold = None  # nothing is measured without what was there before
@@ -206,7 +206,7 @@ class Footprint:
                 self._inodes = inodes if node.inodes_room + inodes > 0 else 0
             elif node is not None and node.pressed:
                 await self.measure(fetched)
-        if self.took != base.NO_USAGE:
+        if self.took != base.NO_USE:
             of = " of inodes" if self._inodes else ""
             text = f"it brought the disk to the kubelet's threshold{of}, with more than was planned"
             raise PullError(self._request.ref, Kind.DISK, f"{text} for")
@@ -217,15 +217,15 @@ class Footprint:
             taken = (fetched if self._told else 0) + (await self._unpacked()).bytes
             self._most = max(self._most, taken)
 
-    async def _unpacked(self) -> base.Usage:
+    async def _unpacked(self) -> base.DiskUse:
         """What was unpacked below the hold since this pull began."""
-        total = base.NO_USAGE
+        total = base.NO_USE
         with contextlib.suppress(base.RuntimeCallError):
             held = self._hold and await self._pulls.runtime.unpacked(self._hold)
             for name in (held or frozenset()) - self._before:
                 with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
                     usage = await self._pulls.runtime.layers.usage(name)
-                    total = base.Usage(total.bytes + usage.bytes, total.inodes + usage.inodes)
+                    total = base.DiskUse(total.bytes + usage.bytes, total.inodes + usage.inodes)
         return total
 
 
@@ -630,7 +630,7 @@ class Pulls:
         error: PullError,
         attempts: int,
         digest: str,
-        took: base.Usage = base.NO_USAGE,
+        took: base.DiskUse = base.NO_USE,
     ) -> None:
         found = self.lookups.turns.failed(ref, error, attempts, time.time(), pull=True)
         self.failures[ref] = dataclasses.replace(found, digest=digest, took=took)

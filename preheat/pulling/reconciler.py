@@ -205,9 +205,7 @@ class Reconciler:
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
             shared = await asyncio.to_thread(estimate.shared, inventory, bases)
             self.snapshot = Snapshot(*(inventory, requests, pinned, decided, node, shared, now))
-            await self._let_go(self.snapshot)
-            with contextlib.suppress(base.BreakerOpenError):
-                await self._take(self.snapshot)
+            await self._act(self.snapshot)
 
     async def _keep_notes(
         self, inventory: base.ImageInventory, requests: Mapping[str, Request]
@@ -246,7 +244,7 @@ class Reconciler:
             self.pulls.look_for(request.ref, inventory, served, "does not list it")
             if not served and lookup is not None and lookup.leaves_it_to_the_runtime:
                 blocked = "" if running else self._hurdle(request, "", lookup, inventory)
-                least = base.NO_USAGE if failed is None else failed.least("", time.time())
+                least = base.NO_USE if failed is None else failed.least("", time.time())
                 size = max(self.section.unknown_image, least.bytes)
                 least = dataclasses.replace(least, bytes=size)
                 return desired.untold(request, least, running, blocked)
@@ -263,7 +261,7 @@ class Reconciler:
         cost = estimate.cost(shape, inventory, await self.local.usages(shape, inventory))
         known = "" if lookup is None or lookup.shape is None else digest
         self.resolver.turns.measured(request.ref, known, cost.fetch, present, time.time())
-        least = base.NO_USAGE if failed is None else failed.least(digest, time.time())
+        least = base.NO_USE if failed is None else failed.least(digest, time.time())
         blocked = ""
         if doubted and not running:
             blocked = durability.REASON
@@ -309,8 +307,8 @@ class Reconciler:
 
     # --- acting -----------------------------------------------------------------------------------
 
-    async def _let_go(self, seen: Snapshot) -> None:
-        """Everything that frees: an open breaker does not stop it."""
+    async def _act(self, seen: Snapshot) -> None:
+        """First everything that frees: an open breaker does not stop it."""
         holds = {hold.id: hold for hold in seen.inventory.holds}
         for release in seen.decided.releases:
             log.info("pin released", image=release.ref, why=release.text)
@@ -324,13 +322,11 @@ class Reconciler:
         if seen.decided.pause and seen.decided.releases:
             # Garbage of unpinned images does not suffice: give back half-fetched images too.
             await self._give_back(seen.inventory)
-
-    async def _take(self, seen: Snapshot) -> None:
-        holds = {hold.id: hold for hold in seen.inventory.holds}
-        for retained in seen.decided.retained:
-            await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
-        for ref in seen.decided.pins:
-            await self._pin_present(seen.requests[ref], seen.inventory)
+        with contextlib.suppress(base.BreakerOpenError):
+            for retained in seen.decided.retained:
+                await self.runtime.begin(stock.as_retained(self.section, holds[retained]))
+            for ref in seen.decided.pins:
+                await self._pin_present(seen.requests[ref], seen.inventory)
         for ref in seen.decided.pulls:
             self.pulls.start(seen.requests[ref])
 

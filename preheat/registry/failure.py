@@ -96,7 +96,7 @@ class PullFailure:
     at: float = 0.0  # Unix time of the failure
     final: bool = False  # there is no such image
     digest: str = ""  # of the image that was pulled; empty: not known
-    took: base.Usage = base.NO_USAGE  # of the disk, where that was more than planned
+    took: base.DiskUse = base.NO_USE  # of the disk, where that was more than planned
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
@@ -104,11 +104,11 @@ class PullFailure:
         one that is known by now, when nothing was of what was pulled."""
         return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
 
-    def least(self, digest: str, now: float) -> base.Usage:
+    def least(self, digest: str, now: float) -> base.DiskUse:
         """What the image ``digest`` needs at least, as it took it once; for an hour for each
         attempt, because some of it may be here since, of an image that shares layers."""
         counts = self.digest == digest and now - self.at < 3600.0 * min(self.attempts, 24)
-        return self.took if counts else base.NO_USAGE
+        return self.took if counts else base.NO_USE
 
     def spoils(self, digest: str) -> bool:
         """Whether the image ``digest`` is not to be trusted, although the runtime lists it."""

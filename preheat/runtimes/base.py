@@ -117,14 +117,14 @@ def hold_id(hold: Hold) -> str:
 
 
 @dataclass(frozen=True)
-class Usage:
+class DiskUse:
     """What layers take on disk, unpacked."""
 
     bytes: int = 0
     inodes: int = 0
 
 
-NO_USAGE = Usage()
+NO_USE = DiskUse()
 
 
 @dataclass(frozen=True)

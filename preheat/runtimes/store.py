@@ -184,10 +184,10 @@ class Layers:
             return True
         return False
 
-    async def usage(self, chain_id: str) -> base.Usage:
+    async def usage(self, chain_id: str) -> base.DiskUse:
         """Of one unpacked layer."""
         found = await self._connection.read(api.USAGE, self._request(chain_id))
-        return base.Usage(found.size, found.inodes)
+        return base.DiskUse(found.size, found.inodes)
 
     async def note(self, chain_ids: Iterable[str], *, durable: bool) -> None:
         """Set or clear the label; a layer that is gone is passed over."""

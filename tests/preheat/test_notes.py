@@ -197,7 +197,13 @@ async def test_what_filled_the_disk_is_planned_with_what_it_took(
         lookup.failed = None if shape else failure.after(error, resolver.PATIENCE, time.time())
         digest = shape.top.digest if shape else ""
         room.reconciler.pulls.failures[REF] = failure.PullFailure(
-            failure.Kind.DISK, "full", 1, 0.0, at=time.time(), digest=digest, took=base.Usage(least)
+            failure.Kind.DISK,
+            "full",
+            1,
+            0.0,
+            at=time.time(),
+            digest=digest,
+            took=base.DiskUse(least),
         )
         await room.reconciler.cycle()
         assert room.reconciler.snapshot.requests[REF].need == least

@@ -244,8 +244,8 @@ class StillRuntime:
     async def tend(self, _: base.ImageInventory) -> bool:
         return False
 
-    async def usage(self, _: str) -> base.Usage:
-        return base.Usage(100)
+    async def usage(self, _: str) -> base.DiskUse:
+        return base.DiskUse(100)
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -63,11 +63,11 @@ class Runtime:
     async def unpacked(self, _: base.Hold) -> frozenset[str]:
         return frozenset(self.taken)
 
-    async def usage(self, name: str) -> base.Usage:
+    async def usage(self, name: str) -> base.DiskUse:
         size = self.taken[name]
         if size is None:
             raise base.RuntimeCallError("snapshot", "not found", "", "NOT_FOUND")
-        return base.Usage(size, self.inodes)
+        return base.DiskUse(size, self.inodes)
 
     async def inventory(self) -> base.ImageInventory:
         return base.ImageInventory(records=(base.Record(REF, self.target),))
@@ -215,15 +215,15 @@ OTHER = desired.Request("other", "policy", measured=True, fetch=50, running=True
 @pytest.mark.parametrize(
     ("disk", "layers", "inodes", "took"),
     [
-        (disk_of(420, 420, 100), {"a": 150, "extract-1 b": 100}, 0, base.Usage(250)),
-        (disk_of(420, 420, 100), {"a": 100, "extract-1 b": 100}, 0, base.NO_USAGE),
-        (disk_of(420, 420, 100), {"before": 250}, 0, base.NO_USAGE),
+        (disk_of(420, 420, 100), {"a": 150, "extract-1 b": 100}, 0, base.DiskUse(250)),
+        (disk_of(420, 420, 100), {"a": 100, "extract-1 b": 100}, 0, base.NO_USE),
+        (disk_of(420, 420, 100), {"before": 250}, 0, base.NO_USE),
         # 40 are missing of 1000.
-        (disk_of(420, 420, 290, inodes=0.01), {"a": 250, "b": 0}, 19, base.NO_USAGE),
-        (disk_of(420, 420, 290, inodes=0.01), {"before": 250}, 60, base.NO_USAGE),
-        (disk_of(420, 420, 290, inodes=0.01), {"a": 10, "b": 0}, 30, base.Usage(0, 60)),
-        (disk_of(420, 300), {"a": 250}, 0, base.NO_USAGE),
-        (disk_of(420, 420, 100), {"a": None, "b": 250}, 0, base.Usage(250)),
+        (disk_of(420, 420, 290, inodes=0.01), {"a": 250, "b": 0}, 19, base.NO_USE),
+        (disk_of(420, 420, 290, inodes=0.01), {"before": 250}, 60, base.NO_USE),
+        (disk_of(420, 420, 290, inodes=0.01), {"a": 10, "b": 0}, 30, base.DiskUse(0, 60)),
+        (disk_of(420, 300), {"a": 250}, 0, base.NO_USE),
+        (disk_of(420, 420, 100), {"a": None, "b": 250}, 0, base.DiskUse(250)),
     ],
     ids=[
         *("over", "others", "earlier", "inodes of others", "inodes earlier", "inodes"),
@@ -231,7 +231,7 @@ OTHER = desired.Request("other", "policy", measured=True, fetch=50, running=True
     ],
 )
 async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
-    disk: Any, layers: dict[str, int | None], inodes: int, took: base.Usage
+    disk: Any, layers: dict[str, int | None], inodes: int, took: base.DiskUse
 ) -> None:
     """An unpack fills a disk between two looks of the work loop. Others that fill it cost the pull
     nothing: the loop pauses it."""
@@ -242,12 +242,12 @@ async def test_a_pull_that_takes_more_than_planned_stops_at_the_threshold(
 
     async def pulled() -> str:
         runtime.taken |= layers
-        await asyncio.sleep(30 if took != base.NO_USAGE else 5 * pull.POLL_SECONDS)
+        await asyncio.sleep(30 if took != base.NO_USE else 5 * pull.POLL_SECONDS)
         return ""
 
     runtime.pulled = pulled
     one = puller(runtime, disk=disk)
-    if took == base.NO_USAGE:
+    if took == base.NO_USE:
         assert await one.run() is not None
         assert one.footprint.took == took
         return
@@ -273,7 +273,7 @@ async def test_a_pull_that_found_no_space_counts_with_what_its_own_layers_took(
     one = puller(runtime, disk=disk_of(420))
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.footprint.took == base.Usage(took)
+    assert one.footprint.took == base.DiskUse(took)
     assert len(runtime.ended) == 1
 
 
@@ -293,18 +293,18 @@ async def test_what_others_fetch_is_not_what_an_image_without_a_lookup_took(
     one = puller(runtime, lookup_failed=lookup_failed)
     with pytest.raises(failure.PullError):
         await one.run()
-    assert one.footprint.took == base.Usage(took)
+    assert one.footprint.took == base.DiskUse(took)
 
 
 def test_what_filled_the_disk_once_counts_so_for_a_while() -> None:
     """Longer each time."""
     failed = failure.PullFailure(
-        failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=base.Usage(9)
+        failure.Kind.DISK, "x", 2, 0.0, at=100.0, digest="d", took=base.DiskUse(9)
     )
     hour = 3600.0
-    assert failed.least("d", 100.0 + 1.9 * hour) == base.Usage(9)
-    assert failed.least("d", 100.0 + 2.1 * hour) == base.NO_USAGE
-    assert failed.least("other", 101.0) == base.NO_USAGE
+    assert failed.least("d", 100.0 + 1.9 * hour) == base.DiskUse(9)
+    assert failed.least("d", 100.0 + 2.1 * hour) == base.NO_USE
+    assert failed.least("other", 101.0) == base.NO_USE
 
 
 # --- images that neither can read -----------------------------------------------------------------
