@@ -25,8 +25,8 @@ HEAD = """\
 
 1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). It shows each finding with
    severity, cause and advice.
-2. Find the [symptom](#symptoms), finding or alert below. Names in a row share one entry. No
-   **Do**? Follow the finding's advice.
+2. Find the [symptom](#symptoms), finding or alert below. Names in a row share one entry. If it has
+   no **Do**, follow the finding's advice.
 3. Not solved? Report it with the file of `nodeagent support-bundle`. It has no secrets.
 
 Restart the agent only where an entry says so. A restart does not change running jobs.
