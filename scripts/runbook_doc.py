@@ -1,19 +1,17 @@
 """Write docs/runbook.md from nodeagent/shown/runbook.yaml.
 
-The page has what the yaml has, and beside it links, severities and a table by symptom. The yaml
+The page has what the yaml has, and beside it links and a table by symptom. The yaml
 stays plain text, because the status page shows it as it is. Tests check that the page is current,
 and that no finding and no alert is missing.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pages
-import yaml
 
 from nodeagent.shown import page
-from volumes.audit import evaluate
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "runbook.md"
@@ -25,14 +23,13 @@ _STEP = re.compile(r"\d+\. |\* ")
 HEAD = """\
 # Runbook
 
-You were paged about a GPU node:
+1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). It shows each finding with
+   severity, cause and advice.
+2. Find the [symptom](#symptoms), finding or alert below. Names in a row share one entry. If it has
+   no **Do**, follow the finding's advice.
+3. Not solved? Report it with the file of `nodeagent support-bundle`. It has no secrets.
 
-1. Run `nodeagent status` on the node or in its agent's pod ([where](#where-to-run-commands)).
-2. Find the [symptom](#symptoms), the finding or the alert below. The finding's message names the
-   cause.
-3. Not solved? Send somebody the file that `nodeagent support-bundle` writes. It has no secrets.
-
-A stop or restart of the agent does not change running jobs.
+Restart the agent only where an entry says so. A restart does not change running jobs.
 """
 
 # Commands of the entries, and where they run.
@@ -40,12 +37,12 @@ PLACES = (
     (
         "`nodeagent …`",
         (
-            "on the node, or `kubectl -n nodeagent exec POD -c nodeagent -- nodeagent …`; "
-            "`kubectl -n nodeagent get pods --field-selector spec.nodeName=NODE` shows POD"
+            "on the node, or `kubectl -n nodeagent exec POD -c nodeagent -- nodeagent …` "
+            "(POD: `kubectl -n nodeagent get pods --field-selector spec.nodeName=NODE`)"
         ),
     ),
-    ("`rbd unmap`", "on the node, or in its ceph-csi node plugin"),
-    ("`ceph …`, other `rbd …`", "on a host with an admin key of the cluster"),
+    ("`rbd unmap`", "on the node, or in its ceph-csi pod"),
+    ("`ceph …`, other `rbd …`", "on a host with an admin key"),
     ("all others", "on the node, as root"),
 )
 
@@ -57,20 +54,20 @@ SYMPTOMS = (
         "docs/kubernetes.md#when-the-pod-does-not-start",
     ),
     (
-        "Pod Pending that requires the label of a dataset",
+        "Pod Pending that requires a dataset's label",
         "dataset-partial, label-limit, label-refused, docs/kubernetes.md#on-some-of-the-nodes",
     ),
     (
         "Pod Terminating, or its volume is busy",
-        "busy-mount, leaked-mount, unmap-failing. Of a dataset: docs/kubernetes.md#what-holds",
+        "busy-mount, leaked-mount, unmap-failing; of a dataset: docs/kubernetes.md#what-holds",
     ),
-    ("Jobs hang in reads of a dataset", "DatasetSourceSilent"),
+    ("Reads of a dataset hang", "DatasetSourceSilent"),
     (
-        "Jobs get I/O errors from a dataset",
+        "Reads of a dataset fail",
         "store-unusable, dataset-not-served",
     ),
     (
-        "Jobs read a dataset slowly",
+        "Reads of a dataset are slow",
         "dataset-partial, dataset-suspect, dataset-not-filled, store-unusable",
     ),
     (
@@ -84,9 +81,8 @@ SYMPTOMS = (
     ),
     ("Volume that held data is empty", "content-missing"),
     ("Volume has I/O errors", "blocklisted-client, volume-unreadable, file-system-errors"),
-    ("Processes in state D", "probe-hangs, ChildrenAbandoned"),
     (
-        "Node pulls an image that should be there",
+        "Image is pulled again",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",
     ),
 )
@@ -130,29 +126,21 @@ def _wrapped(text: str) -> list[str]:
     return pages.wrapped(text, " " * len(step[0]) if step else "").split("\n")
 
 
-def severities() -> Mapping[str, str]:
-    """Of findings and alerts by name, from where each is defined."""
-    found = {each.name: each.severity for each in page.runbook_entries() if each.severity}
-    found |= {rule.name: str(rule.severity) for rule in evaluate.RULES}
-    for file in (ROOT / "deploy" / "alerts").glob("*.rules.yaml"):
-        for group in yaml.safe_load(file.read_text())["groups"]:
-            found |= {rule["alert"]: rule["labels"]["severity"] for rule in group["rules"]}
-    return found
-
-
-def _section(entries: Iterable[page.RunbookEntry], known: Mapping[str, str]) -> list[str]:
-    lines = []
-    names = {each.name for each in page.runbook_entries()}
-    for each in entries:
-        others = names - {each.name}
-        behind = f" See [{each.see}](#{each.see})." if each.see else ""
-        means = f"*{known[each.name]}.* {_linked(each.means, others)}{behind}"
-        lines += [f"### {each.name}", "", *_wrapped(means), ""]
-        if each.look and not behind:
-            lines += [*_wrapped(f"**Check:** {_linked(each.look, others)}"), ""]
-        if each.do and not behind:
-            lines += [*_steps(_linked(each.do, others)), ""]
-    return lines
+def _section(group: str) -> Iterator[str]:
+    """Headings of entries that have their texts from another one stand above that one."""
+    every = page.runbook_entries()
+    yield from (f"## {group}", "")
+    for each in every:
+        if each.see or each.group != group:
+            continue
+        for name in (*(alert.name for alert in every if alert.see == each.name), each.name):
+            yield from (f"### {name}", "")
+        others = {entry.name for entry in every} - {each.name}
+        yield from (*_wrapped(_linked(each.means, others)), "")
+        if each.look:
+            yield from (*_wrapped(f"**Check:** {_linked(each.look, others)}"), "")
+        if each.do:
+            yield from (*_steps(_linked(each.do, others)), "")
 
 
 def _steps(text: str) -> Iterator[str]:
@@ -172,7 +160,7 @@ def _steps(text: str) -> Iterator[str]:
 
 def document() -> str:
     """The whole page."""
-    every, known = page.runbook_entries(), severities()
+    every = page.runbook_entries()
     names = [each.name for each in every]
     lines = [HEAD, "## Symptoms", ""]
     for seen, read in SYMPTOMS:
@@ -180,8 +168,9 @@ def document() -> str:
     lines += ["", "## Where to run commands", ""]
     for command, where in PLACES:
         lines += _wrapped(f"* {command}: {where}")
-    lines += ["", "## Findings", "", *_section((e for e in every if not e.is_alert), known)]
-    lines += ["## Alerts", "", *_section((e for e in every if e.is_alert), known)]
+    lines.append("")
+    for group in dict.fromkeys(each.group for each in every):
+        lines += _section(group)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

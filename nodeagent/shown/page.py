@@ -367,22 +367,15 @@ def _token(found: re.Match[str]) -> str:
 class RunbookEntry:
     """What a finding or an alert means, how to look, what to do (runbook.yaml).
 
-    ``look`` and ``do`` of an alert are those of the finding behind it (``see``).
-
-    ``severity``: of a finding; empty where rules or alerts have it as data.
+    ``see``: the entry that has its texts, as the finding behind an alert.
     """
 
     name: str
-    means: str
+    means: str = ""
     look: str = ""
     do: str = ""
     see: str = ""
-    severity: str = ""
     group: str = ""  # the heading it stands under
-
-    @property
-    def is_alert(self) -> bool:
-        return self.name[:1].isupper()
 
 
 @functools.lru_cache(maxsize=1)
@@ -397,7 +390,8 @@ def runbook_entries() -> Sequence[RunbookEntry]:
             found.append(RunbookEntry(**each, group=group))
     by_name = {each.name: each for each in found}
     return tuple(
-        replace(e, look=by_name[e.see].look, do=by_name[e.see].do) if e.see else e for e in found
+        replace(by_name[e.see], name=e.name, see=e.see, group=e.group) if e.see else e
+        for e in found
     )
 
 
