@@ -1,6 +1,5 @@
 """The commands of a person on call, typed into a real terminal beside a busy agent."""
 
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +61,10 @@ def test_events_are_followed_until_interrupted(
     terminal.enter("")  # an empty screen: what comes now is new
     busy.add("laion-sample")
     terminal.wait("dataset laion-sample: new:")
-    with contextlib.suppress(agent.ApiError):  # it is complete
+    try:
         busy.agent.tell("laion-sample", "pause")  # it may wait long for its turn to be filled
+    except agent.ApiError:  # it is complete, perhaps since it was seen first
+        busy.agent.tell("laion-sample", "evict", {"force": True})
     terminal.wait("dataset laion-sample: state")
     terminal.press("C-c")
     terminal.wait(tmux.PROMPT)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import kit.errors
 from preheat.image import manifest
+from preheat.runtimes import cri
 from tests.preheat.rig import MB, Clock, Rig, find, pinned, started, state, until
 from tests.testbed import containerd, pods, proxy, registry
 
@@ -244,6 +246,28 @@ async def test_images_that_share_a_layer_under_a_limit_fetch_it_once(
     assert {kind for kind, times in failed.items() if times} <= (
         {"runtime"} if restarted else set()
     )
+
+
+async def test_an_open_breaker_keeps_no_pin_and_begins_no_pull(rig: Rig) -> None:
+    image, other = rig.push("fw/free:v1", size=MB), rig.push("fw/later:v1", size=MB)
+    async with rig.running(images=[{"ref": image.ref}]) as room:
+        await state(room, image.ref, "ready")
+        await pinned(room, image.ref)
+        await until(lambda: not room.reconciler.pulls.running)
+        breaker = room.reconciler.runtime.connection.breaker
+        for _ in range(3):
+            breaker.trip(cri.PULL_IMAGE)
+        with pytest.raises(kit.errors.SourceError, match="changes nothing for"):
+            await room.preheat(other.ref)
+        released = await room.unpin(image.ref)
+        roles = await rig.roles()
+        rests, trouble = breaker.rests, room.reconciler.trouble
+
+    assert released is not None
+    assert (released.state, released.pinned) == ("released", False)
+    assert roles == ["note"]
+    assert rests > 0
+    assert trouble == ""
 
 
 async def test_hostile_image_of_somebody_else_stops_nothing(rig: Rig) -> None:

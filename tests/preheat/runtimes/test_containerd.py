@@ -52,6 +52,26 @@ async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None
     assert {lease.id for lease in await rig.kubelet.leases()} == {pin.id}
 
 
+async def test_a_pull_that_gives_its_bytes_back_is_asked_for_as_before(
+    rig: Rig, box: adapter.Containerd
+) -> None:
+    image = rig.push("fw/empty:v1")
+    hold = await box.begin(pull_hold(image.ref))
+    await box.cri.pull(image.ref, None, hold.id, 60.0)
+    await rig.kubelet.remove(image.ref)
+    await rig.kubelet.collect()
+    before = await rig.kubelet.content()
+    await box.empty(hold)
+    after = await rig.kubelet.content()
+    (lease,) = await rig.kubelet.leases()
+    (there,) = (await box.inventory()).held("pull", image.ref)
+
+    assert image.pushed.layers[0].digest in before
+    assert image.pushed.layers[0].digest not in after
+    assert lease.id == hold.id
+    assert (there.keep, there.by) == (hold.keep, hold.by)
+
+
 async def test_begin_keeps_an_equal_hold_and_renews_another(
     rig: Rig, box: adapter.Containerd
 ) -> None:
