@@ -1,4 +1,4 @@
-# The agent's image. docs/deploy.md explains the arguments and what each part costs.
+# The agent's image. docs/deploy.md explains the arguments.
 #
 # Debian, because the agent uses its Ceph client and the bindings that are built for its Python.
 # The default has no registry in its name: the builder's own settings say where it is taken from.

@@ -234,8 +234,7 @@ def _spec(intent: kit.room.Intent) -> Schema:
     if intent.spread:
         spec["properties"]["spread"] = {
             "description": "How many of the selected nodes keep the dataset. Not set: all. "
-            "status.chosen lists these nodes. If a node joins or leaves, at most its share of the "
-            "datasets moves.",
+            "status.chosen names these nodes.",
             "type": "integer",
             "format": "int64",
             "minimum": 1,
@@ -257,8 +256,8 @@ def _by_reference(element: Schema, intent: kit.room.Intent) -> None:
     outer, inner = intent.secret
     part = element["properties"][outer]
     element["properties"]["secretRef"] = {
-        "description": f"Secret in the agent's namespace with the login of {outer}. It replaces "
-        f"{outer}.{inner}, which names a file of the node.",
+        "description": f"Secret in the agent's namespace with the login of {outer}. Set it "
+        f"instead of {outer}.{inner}.",
         **of_model(kinds.SecretRef),
     }
     owned = next(

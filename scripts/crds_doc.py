@@ -13,23 +13,24 @@ TARGET = ROOT / "docs" / "crds.md"
 HEAD = """\
 # Objects of the cluster
 
-The fields of the agent's objects. `kubectl explain cds.spec` shows each field.
-[kubernetes.md](kubernetes.md) explains how to use the objects.
+[Kubernetes](kubernetes.md) explains how to use these objects. They are in `nodeagent.io/v1alpha1`,
+without a namespace. `kubectl explain nst.status.datasets` shows inner fields.
 
-How to read the lists: the parentheses hold the type or the allowed values. A field without a type
-is a string. `[]` means a list. A time in RFC 3339 is like `2026-11-22T04:10:05Z`.
+The parentheses hold the type or the allowed values. A field without a type is a string or has inner
+fields.
 """
 
-# Most fields of a CachedDataset are those of this section of the settings, with the same texts.
-SECTION = "cache.datasets[]"
+# Most fields of these specs are those of a section of the settings, with the same texts: the
+# section, its address in docs/settings.md, where the spec has its fields.
+SECTIONS = {
+    "CachedDataset": ("cache.datasets[]", "cachedatasets", "spec."),
+    "ImageSet": ("preheat.images[]", "preheatimages", "spec.images[]."),
+}
 SETTINGS = ROOT / "docs" / "settings.md"
 
-# Objects whose fields need no explanation.
-_PLAIN = ("status.conditions[]", "status.findingCounts", "status.versions")
 
-
-def _rows(schema: dict[str, Any], prefix: str) -> dict[str, str]:
-    """For each field below ``schema``, by its path, a row."""
+def _rows(schema: dict[str, Any], prefix: str, *, deep: bool) -> dict[str, str]:
+    """For each field below ``schema``, by its path, a row; ``deep``: for inner fields, too."""
     found = {}
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
@@ -42,28 +43,32 @@ def _rows(schema: dict[str, Any], prefix: str) -> dict[str, str]:
         notes = [
             each
             for each in (kind, *["required"] * (name in required and prefix.startswith("spec")))
-            if each != "string"
+            if each not in ("string", "object")
         ]
         text = field.get("description") or inner.get("description", "")
         if prefix.startswith("status"):
             text = text.removesuffix(" Default: false.")
-        if kind == "object" and path.count(".") == 1 and field.get("type") != "array":
-            notes = notes[1:]  # its fields follow
         found[path] = pages.item(path, ", ".join(notes), text)
-        if path not in _PLAIN:
-            found |= _rows(inner, f"{path}.")
+        if deep:
+            found |= _rows(inner, f"{path}.", deep=True)
     return found
 
 
-def _without_settings(rows: dict[str, str]) -> list[str]:
-    """The rows of a CachedDataset's spec; one item names what docs/settings.md explains."""
-    told = re.findall(rf"^\* `{re.escape(SECTION)}\.([^`]+)`", SETTINGS.read_text(), re.MULTILINE)
-    shared = {f"spec.{re.sub(r'[(].*?[)]', '', each)}" for each in told}
+def _without_settings(rows: dict[str, str], section: str, anchor: str, prefix: str) -> list[str]:
+    """The rows of a spec; one item stands for what docs/settings.md explains."""
+    told = re.findall(rf"^\* `{re.escape(section)}\.([^`]+)`", SETTINGS.read_text(), re.MULTILINE)
+    names = list(dict.fromkeys(re.sub(r"[(].*?[)]", "", each) for each in told))
+    shared = {f"{prefix}{each}" for each in names}
     shared |= {each.rpartition(".")[0] for each in shared} - {"spec"}  # what only holds fields
-    names = [each for each in rows if each.removesuffix("[]") in shared]
-    inner = [f"`{each}`" for each in names if not any(row.startswith(f"{each}.") for row in rows)]
-    others = f"* As [`{SECTION}`](settings.md#cachedatasets) in the settings: {', '.join(inner)}."
-    return [pages.wrapped(others, "  "), *(row for name, row in rows.items() if name not in names)]
+    there = {each for each in rows if each.removesuffix("[]") in shared or each in shared}
+    missing = [
+        f"`{each}`"
+        for each in names
+        if not {f"{prefix}{each}", f"{prefix}{each}[]"} & there and each != "source.kind"
+    ]
+    link = f"[`{section}`](settings.md#{anchor})"
+    all_of = pages.item(f"{prefix}*", "", f"the fields of {link}, without {', '.join(missing)}.")
+    return [all_of, *(row for name, row in rows.items() if name not in there)]
 
 
 def document() -> str:
@@ -71,16 +76,18 @@ def document() -> str:
     lines = [HEAD]
     seen: dict[str, str] = {}
     for each in yaml.safe_load_all(SOURCE.read_text()):
-        names, version = each["spec"]["names"], each["spec"]["versions"][0]
+        names, (version,) = each["spec"]["names"], each["spec"]["versions"]
+        assert (each["spec"]["group"], version["name"]) == ("nodeagent.io", "v1alpha1")  # HEAD
         schema = version["schema"]["openAPIV3Schema"]
         short = ", ".join(f"`{name}`" for name in names.get("shortNames", []))
         lines += [f"## {names['kind']}", "", pages.text(schema.get("description", "")), ""]
-        api, scope = f"{each['spec']['group']}/{version['name']}", each["spec"]["scope"].lower()
-        lines += [f"`{api}`, {scope}-wide, short: {short}.", ""]
+        lines += [f"Short name: {short}.", ""]
         for part in ("spec", "status"):
-            fields = _rows(schema["properties"].get(part, {}), f"{part}.")
-            shared = names["kind"] == "CachedDataset" and part == "spec"
-            rows = _without_settings(fields) if shared else list(fields.values())
+            spec = part == "spec"
+            fields = _rows(schema["properties"].get(part, {}), f"{part}.", deep=spec)
+            rows = list(fields.values())
+            if spec and fields:
+                rows = _without_settings(fields, *SECTIONS[names["kind"]])
             rows = [row.removesuffix(f": {schema['description']}") for row in rows]
             known = seen.setdefault("\n".join(rows), names["kind"])
             if rows and known != names["kind"]:

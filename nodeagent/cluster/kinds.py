@@ -78,18 +78,18 @@ class RequestStatus(kit.settings.Shown):
 class IntentStatus(kit.settings.Shown):
     """How far the nodes are, together. One agent writes it for all."""
 
-    observed_generation: int = 0  # metadata.generation of the spec that these numbers describe.
-    nodes: NodesStatus = NodesStatus()  # Numbers of nodes.
+    observed_generation: int = 0  # metadata.generation that these numbers describe.
+    nodes: NodesStatus = NodesStatus()  # Numbers of nodes: wanted, ready, refused.
     ready: str = ""  # Ready and wanted nodes, like 3/4.
     percent: int = 0  # Average share on the nodes, in percent.
     bytes: int = 0  # Bytes on one node.
     size: str = ""  # The size in readable form, like 1.0 TiB.
     # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
-    # spec. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
+    # object. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each annotation (warm, verify, pause, rescan): the last value of it that all wanted nodes
-    # acted on. The condition, like Warmed, says whether the action succeeded.
+    # For each annotation: its last value on which all wanted nodes acted. The condition says
+    # whether the action succeeded.
     carried_out: Mapping[str, str] = {}
 
 
@@ -137,9 +137,9 @@ class Versions(kit.settings.Shown):
 class NodeStatus(kit.settings.Shown):
     """What one node holds, as its own agent last said."""
 
-    # Digest of the objects that this node knows. Nodes with the same digest know the same objects.
+    # Digest of the objects that this node knows.
     observed: str = ""
-    written: str = ""  # Time of this status (RFC 3339). An unchanged node writes every 10 minutes.
+    written: str = ""  # Time of this status. An unchanged node writes every 10 minutes.
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
     objects: tuple[ObjectStatus, ...] = ()  # One entry for each object that selects this node.
     findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
