@@ -24,56 +24,23 @@ TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-The agent reads one YAML file. It takes the first of these:
+The agent reads one YAML file, the first of these:
 
 1. `nodeagent --config FILE run`
 2. `$NODEAGENT_CONFIG`
 3. `/etc/nodeagent/nodeagent.yaml`
 
-Check a file before you use it: `nodeagent config check FILE`. It prints the effective settings, or
-each mistake with its line. It reads this file alone, so you can run it anywhere. `nodeagent doctor`
-looks on the node for the file's sources, keys and disks.
+`nodeagent config check FILE` prints the effective settings, or each mistake with its line.
+`nodeagent doctor` checks sources, keys and disks on the node.
 
 * The agent refuses unknown keys.
-* Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
+* Write sizes like `500GiB`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
 * The agent reads the file again after a change. The log, `/readyz` and the status page name
   settings that need a restart.
 
-How to read the lists: the parentheses after a name hold the default or "required", then the
-allowed range. A setting without parentheses is not set by default. `[]` means a list. `RULE` is the
-name of a rule. `source(rbd)` is a source of kind `rbd`.
+In parentheses: the default or "required", then the allowed range. No parentheses: not set. `[]`: a
+list. `RULE`: the name of a rule. `source(rbd)`: a source of kind `rbd`. A maximum of `0`: no limit.
 """
-
-EXAMPLES = {
-    "": """\
-admin: {group: storage, group_role: read, metrics: "127.0.0.1:9470"}
-kubelet: {config: /var/lib/kubelet/config.yaml}
-kubernetes: {}   # in a pod
-""",
-    "volumes": """\
-volumes:
-  clusters: [{name: main, monitors: ["10.0.0.1:6789"], secret_file: /etc/nodeagent/volumes.key}]
-  guard: {mode: dry-run}
-  audit: {rules: {unread-log: {enabled: false}}}
-""",
-    "cache": """\
-cache:
-  budget: 2TiB
-  reserve: 15%
-  datasets:
-    - name: coco
-      freshness: snapshot
-      source: {kind: cephfs, monitors: ["10.0.0.1:6789"], path: /datasets/coco, snapshot: v1,
-               secret_file: /etc/nodeagent/coco.key}
-""",
-    "preheat": """\
-preheat:
-  pin_budget: 200GiB
-  images:
-    - {ref: "nvcr.io/nvidia/pytorch:24.05-py3", pin: always, priority: 10}
-  retain: {for: 72h}
-""",
-}
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
@@ -107,7 +74,8 @@ def description(model: type[BaseModel], name: str) -> str:
 def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
     """Name, default and meaning of each setting of ``model`` and of the models inside it.
 
-    None for a section that is always there, nor for the kind that a name has.
+    None for a section that is always there or a list without a default, nor for the kind that a
+    name has.
     """
     found = []
     for name, field in model.model_fields.items():
@@ -115,7 +83,8 @@ def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
         origin = typing.get_origin(field.annotation)
         path = f"{prefix}{field.alias or name}"
         path += {tuple: "[]", dict: ".RULE"}.get(origin, "") if inner else ""
-        if not (inner and isinstance(field.default, BaseModel)):
+        listed = bool(inner) and origin in (tuple, dict) and not default(field)
+        if not (listed or inner and isinstance(field.default, BaseModel)):
             notes = ", ".join(filter(None, (default(field), bounds(field))))
             found.append((path, notes, description(model, name)))
         if len(inner) > 1:
@@ -167,7 +136,7 @@ def bounds(field: FieldInfo) -> str:
         for name in ("ge", "gt", "le", "lt"):
             if (value := getattr(mark, name, None)) is not None:
                 limits["least" if name[0] == "g" else "most"] = value
-    if limits.keys() != {"least", "most"} or limits["most"] > 10**6 or field.annotation is str:
+    if limits.keys() != {"least", "most"} or limits["most"] >= 10**5 or field.annotation is str:
         return ""
     least, most = limits["least"], limits["most"]
     if field.annotation is float:
@@ -186,7 +155,6 @@ def _short(written: str) -> str:
 
 def section(title: str, text: str, model: type[BaseModel], name: str) -> str:
     lines = [f"## {title}", "", *([text, ""] if text else [])]
-    lines += ["```yaml", EXAMPLES[name].rstrip(), "```", ""]
     prefix = f"{name}." if name else ""
     parts: dict[str, list[str]] = {}
     for path, notes, meaning in rows(model, prefix):
