@@ -235,9 +235,9 @@ class DatasetSettings(kit.settings.Section):
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher: filled first, evicted last, interrupts other fills."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
-    """Maximum bytes in the store."""
+    """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store."""
+    """Maximum files and directories in the store. 0: no limit."""
     keep: bool = False
     """Never evict this dataset for others."""
     access: ViewAccessSettings = ViewAccessSettings()
@@ -293,9 +293,9 @@ class FillSettings(kit.settings.Section):
     workers: int = Field(default=8, ge=1, le=64)
     """Processes that copy files."""
     bytes_per_second: kit.settings.Bytes = Field(default=0, ge=0)
-    """Maximum bytes per second from sources."""
+    """Maximum bytes per second from sources. 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
-    """Maximum files per second from sources."""
+    """Maximum files per second from sources. 0: no limit."""
     jitter: kit.settings.Seconds = Field(default=0.0, ge=0, le=86400)
     """Longest random delay before the fill of a new snapshot."""
 
@@ -346,7 +346,7 @@ class CacheSettings(kube.settings.RoomSettings):
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
     """Maximum bytes of the store."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store."""
+    """Maximum files and directories in the store. 0: no limit."""
     reserve: kit.settings.Share = 0.1
     """Share of bytes and inodes that stays free. At least 9/8 of the thresholds in
     `kubelet.config`."""

@@ -39,7 +39,7 @@ The agent reads one YAML file, the first of these:
   settings that need a restart.
 
 In parentheses: the default or "required", then the allowed range. No parentheses: not set. `[]`: a
-list. `RULE`: the name of a rule. `source(rbd)`: a source of kind `rbd`. A maximum of `0`: no limit.
+list. `RULE`: the name of a rule. `source(rbd)`: a source of kind `rbd`.
 """
 
 
@@ -84,7 +84,7 @@ def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
         path = f"{prefix}{field.alias or name}"
         path += {tuple: "[]", dict: ".RULE"}.get(origin, "") if inner else ""
         listed = bool(inner) and origin in (tuple, dict) and not default(field)
-        if not (listed or inner and isinstance(field.default, BaseModel)):
+        if not (listed or (inner and isinstance(field.default, BaseModel))):
             notes = ", ".join(filter(None, (default(field), bounds(field))))
             found.append((path, notes, description(model, name)))
         if len(inner) > 1:
