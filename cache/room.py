@@ -159,7 +159,7 @@ _STATE_FILES = {
 
 ROOM = Room(
     name="cache",
-    summary="The dataset cache. Without this section it is off.",
+    summary="The dataset cache. Without this section: off.",
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),

@@ -28,7 +28,7 @@ class DirSource(kit.settings.Section):
     kind: Literal["dir"]
     """A directory that something else has mounted."""
     path: kit.settings.AbsolutePath
-    """Root directory of the dataset, already mounted."""
+    """Root of the dataset, already mounted."""
 
     needs: ClassVar = "a .snap path"
     _by_object: bool = PrivateAttr(default=False)
@@ -55,22 +55,18 @@ class CephfsSource(kit.settings.Section):
     """A CephFS directory."""
     monitors: ceph.settings.Monitors = Field(min_length=1, description=ceph.settings.MONITORS)
     filesystem: kit.settings.Word = "cephfs"
-    """Name of the file system in the cluster."""
+    """Name of the file system."""
     path: str = "/"
-    """Root directory of the dataset in the file system."""
+    """Root of the dataset."""
     snapshot: str | None = None
-    """Name of a snapshot in `path`/.snap. 'freshness: snapshot' needs it. If you change the name,
-    the dataset is updated."""
+    """Name in `path`/.snap, for 'freshness: snapshot'."""
     manifest: str | None = Field(default=None, max_length=4096)
-    """Manifest of the snapshot. Nodes read it instead of listing directories. If a node cannot use
-    it, the node lists the directories. The file is below 'path', or on this host if it begins with
-    '/'. {snapshot} stands for the snapshot's name. 'nodeagent dataset publish-manifest NAME --to
-    FILE' writes it."""
+    """Published manifest, below 'path', or on this host if it begins with '/'."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
-    """auto: kernel client if the kernel has it, else ceph-fuse. kernel, fuse: only this client."""
+    """auto (kernel client if possible), kernel or fuse."""
 
     needs: ClassVar = "source.snapshot"
 
@@ -121,15 +117,15 @@ class RbdSource(kit.settings.Section):
     image: kit.settings.Word
     """Name of the image. Encrypted images do not work."""
     snapshot: kit.settings.Word
-    """Name of the snapshot. The snapshot is the version of the dataset."""
+    """Name of the snapshot."""
     partition: int = Field(0, ge=0, le=128)
-    """Partition that holds the file system. 0: the image has no partitions."""
+    """Partition of the file system. 0: no partitions."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd-read-only'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "krbd", "none"] = "auto"
-    """auto: jobs read the mapped snapshot during the fill, if the kernel has an RBD client. krbd:
-    this client is required. none: jobs wait for the complete copy."""
+    """auto: with an RBD client in the kernel, jobs read during the fill. krbd: requires this
+    client. none: jobs wait for the copy."""
 
     needs: ClassVar = "source.snapshot"
     in_snapshot: ClassVar = True
@@ -156,9 +152,9 @@ class PvcSource(kit.settings.Section):
     namespace: kit.settings.Word
     """Namespace of the claim."""
     name: kit.settings.Word
-    """Name of the claim. The claim needs the annotation nodeagent.io/cache: allowed."""
+    """Name of the claim. It needs the annotation nodeagent.io/cache: allowed."""
     snapshot: kit.settings.Word | None = None
-    """Name of a VolumeSnapshot in the claim's namespace. 'freshness: snapshot' needs it."""
+    """Name of a VolumeSnapshot, for 'freshness: snapshot'."""
 
     needs: ClassVar = "source.snapshot (a VolumeSnapshot)"
 
@@ -210,9 +206,7 @@ class ViewAccessSettings(kit.settings.Section):
     group: int = Field(default=0, ge=0, lt=2**32 - 1)
     """Group id of <views>/<name>."""
     mode: str | None = Field(default=None, pattern="^0?[0-7]{3}$")
-    """Octal mode of <views>/<name>, in quotes. Default: '0755' if everybody may enter all
-    directories above the source, else '0700'. CephFS: '0755', because the agent cannot see
-    directories above `path`."""
+    """Octal mode of <views>/<name>, in quotes."""
 
     @property
     def fault(self) -> str:
@@ -228,27 +222,24 @@ class DatasetSettings(kit.settings.Section):
     name: str
     """Lower-case letters, digits, '-' and '.'; at most 63 characters."""
     source: Source
-    """Where the files are. Its kind: dir, cephfs, rbd or pvc."""
+    """Its kind: dir, cephfs, rbd or pvc."""
     freshness: Literal["snapshot", "follow", "frozen"]
-    """snapshot: one snapshot; another snapshot is an update. follow: always the newest snapshot of
-    the directory. frozen: no snapshot, and you promise that the files do not change."""
+    """snapshot, follow (always the newest snapshot) or frozen (you promise not to change the
+    files)."""
     snapshots: str = Field(default="*", min_length=1, max_length=255)
-    """For 'freshness: follow': shell pattern of snapshot names. '*' excludes names that begin with
-    '_' (snapshots of directories above)."""
+    """Shell pattern for 'freshness: follow'. '*' excludes names that begin with '_'."""
     earlier: int = Field(default=1, ge=0, le=8)
-    """How many earlier generations to keep for 'dataset rollback', if they fit."""
+    """Earlier generations to keep."""
     warm: bool = True
-    """Fill the store automatically."""
+    """Fill automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Datasets with higher priority are filled first and evicted last; they interrupt other fills.
-    Equal priority: fills go by name, and the least recently used dataset is evicted first."""
+    """Higher: filled first, evicted last, interrupts other fills."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
-    """Maximum bytes in the store. 0: no limit for this dataset. Jobs read the rest from the source.
-    Each new generation chooses nearly the same files to store."""
+    """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store. 0: no limit for this dataset."""
+    """Maximum files and directories in the store. 0: no limit."""
     keep: bool = False
-    """Never evict this dataset for other datasets."""
+    """Never evict this dataset for others."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -300,23 +291,22 @@ class FillSettings(kit.settings.Section):
     """How hard a fill may work. These limits change while it runs."""
 
     workers: int = Field(default=8, ge=1, le=64)
-    """Number of processes that copy files."""
+    """Processes that copy files."""
     bytes_per_second: kit.settings.Bytes = Field(default=0, ge=0)
-    """Maximum bytes read from sources per second. 0: no limit."""
+    """Maximum bytes per second from sources. 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
-    """Maximum files read from sources per second. 0: no limit."""
+    """Maximum files per second from sources. 0: no limit."""
     jitter: kit.settings.Seconds = Field(default=0.0, ge=0, le=86400)
-    """Longest random delay before the node fills a new snapshot. So not all nodes start at the same
-    time. 'dataset warm' and 'dataset update' do not wait."""
+    """Longest random delay before the fill of a new snapshot."""
 
 
 class ScrubSettings(kit.settings.Section):
     """Stored files are read against their checksums in the background, past the page cache."""
 
     every: kit.settings.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
-    """Time between two checks of all stored files. 0: only after SSD errors."""
+    """Time between scrubs. 0: only after SSD errors."""
     bytes_per_second: kit.settings.Bytes = Field(default=20 * 1024**2, gt=0)
-    """Maximum bytes read from the SSD per second."""
+    """Maximum bytes per second from the SSD."""
     crash_bytes_per_second: ClassVar[kit.settings.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
@@ -327,8 +317,7 @@ class CompareSettings(kit.settings.Section):
     their status alone. A difference is a finding; 'nodeagent dataset rescan NAME' takes it over."""
 
     every: kit.settings.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
-    """Time between two comparisons of a frozen dataset with its source, ±10 %. 0: never. For
-    CephFS, the agent mounts the source each time."""
+    """Time between comparisons of a frozen dataset. 0: never."""
     entries: ClassVar[int] = 512
     """About how many files are looked at in a round, and an eighth as many directories. The next
     round looks at others."""
@@ -338,7 +327,7 @@ class CsiSettings(kit.settings.Section):
     """Volumes that pods ask for by the name of a dataset: the CSI driver nodeagent.io."""
 
     enabled: bool = False
-    """Serve CSI volumes to pods, and register with the kubelet."""
+    """Serve CSI volumes to pods."""
     wait: ClassVar[kit.settings.Seconds] = 20.0
     """How long one request of the kubelet may wait for a dataset before it is answered with the
     reason. The kubelet shows it as an event of the pod, pauses and asks again; it gives up a
@@ -349,19 +338,18 @@ class CacheSettings(kube.settings.RoomSettings):
     """The store on the SSD, the views, and what they hold."""
 
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
-    """Directory of the store, on the SSD."""
+    """Directory of the store."""
     disk: kit.settings.AbsolutePath | None = None
-    """Mount point of the SSD. If nothing is mounted there, the agent does not use the store, and
-    jobs read from the sources. Default: the disk where the store was created. /: any disk."""
+    """Mount point of the SSD. Default: the disk where the store was created. /: any disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
-    """Directory of the views. Jobs read <views>/<name>/data. Mount <views>/<name> into pods."""
+    """Directory of the views. Mount <views>/<name> into pods."""
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
     """Maximum bytes of the store."""
     budget_inodes: int = Field(default=0, ge=0)
-    """Maximum files and directories in the store. 0: only the reserve limits them."""
+    """Maximum files and directories in the store. 0: no limit."""
     reserve: kit.settings.Share = 0.1
-    """Share of the SSD's bytes and inodes that stays free, so that the kubelet reports no
-    DiskPressure. With `kubelet.config`: at least 9/8 of the kubelet's thresholds."""
+    """Share of bytes and inodes that stays free. At least 9/8 of the thresholds in
+    `kubelet.config`."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0
@@ -380,10 +368,9 @@ class CacheSettings(kube.settings.RoomSettings):
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
-    """`source.secret_file` of a CachedDataset must be in this directory. With `secretRef` you do
-    not need this setting."""
+    """Directory for `source.secret_file` of CachedDatasets."""
     datasets: tuple[DatasetSettings, ...] = ()
-    """The datasets to cache."""
+    """Datasets."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":

@@ -22,22 +22,22 @@ USER = "nodeagent"  # unless settings name one; never admin, whose key would be 
 
 # What settings say of these fields.
 MONITORS = "HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
-SECRET_FILE = "Key of the user: the bare secret, or a keyring file. The agent never logs it."
+SECRET_FILE = "Key of the user: bare secret or keyring file."
 
 
 class ClusterSettings(kit.settings.Section):
     """One Ceph cluster, and a user of it."""
 
     name: kit.settings.Word = Field(max_length=63)
-    """Name of the cluster in findings."""
+    """Name in findings."""
     monitors: Monitors = Field(default=(), description=MONITORS)
     conf: kit.settings.AbsolutePath | None = None
-    """A ceph.conf that names the monitors, instead of `monitors`."""
+    """A ceph.conf, instead of `monitors`."""
     user: User = USER
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd'. With osd 'profile
-    rbd-read-only' the ledger stays on this node."""
+    rbd-read-only', the ledger stays on this node."""
     secret_file: kit.settings.AbsolutePath | None = Field(
-        default=None, description=f"{SECRET_FILE} Default: the keyring that `conf` names."
+        default=None, description=f"{SECRET_FILE} Default: the keyring in `conf`."
     )
 
     @model_validator(mode="after")

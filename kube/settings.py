@@ -23,14 +23,13 @@ class AccessSettings(kit.settings.Section):
     """An API server and a login. A pod needs none of these."""
 
     server: Annotated[str, AfterValidator(_url), _PATTERN] | None = None
-    """https://HOST:PORT. Default: the API server of the pod ($KUBERNETES_SERVICE_HOST)."""
+    """https://HOST:PORT. Default: the pod's API server."""
     ca_file: kit.settings.AbsolutePath = ACCOUNT / "ca.crt"
-    """CA certificate of the API server, PEM."""
+    """CA certificate of the API server."""
     token_file: kit.settings.AbsolutePath = ACCOUNT / "token"
     """Token of the agent's account."""
     kubeconfig: kit.settings.AbsolutePath | None = None
-    """Use the current context of this kubeconfig instead of the three settings above. It must hold
-    a token or a client certificate. Exec plugins do not work."""
+    """Kubeconfig instead of `server`, `ca_file` and `token_file`. Exec plugins do not work."""
 
     @property
     def is_configured(self) -> bool:
@@ -46,17 +45,14 @@ class KubeletSettings(kit.settings.Section):
     take the kubelet's defaults for them, and the reserve is that of the cache alone."""
 
     root_dir: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir. A store on the same file system respects nodefs.available and
-    nodefs.inodesFree."""
+    """The kubelet's --root-dir (nodefs)."""
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
-    """Directory of the images. A store on the same file system respects imagefs.available and
-    imagefs.inodesFree."""
+    """Directory of the images (imagefs)."""
     config: kit.settings.AbsolutePath | None = None
-    """The kubelet's configuration file (--config), for its thresholds. If the kubelet gets its
-    thresholds from flags, write a file of this format with the same values. If not set, image pulls
-    use the kubelet's defaults, and the cache uses only `cache.reserve`."""
+    """The kubelet's --config file, with its eviction thresholds. If the kubelet uses flags, write
+    such a file."""
     config_dir: kit.settings.AbsolutePath | None = None
-    """The kubelet's --config-dir with drop-in files. Needs `config`."""
+    """The kubelet's --config-dir. Needs `config`."""
 
     @model_validator(mode="after")
     def _has_config(self) -> "KubeletSettings":

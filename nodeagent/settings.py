@@ -117,24 +117,22 @@ class ReviewSettings(kit.settings.Section):
     may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
-    """A token must have one of these audiences. Default: the audience of the API server."""
+    """Accepted audiences. Default: the API server's."""
 
 
 class ApiSettings(kit.settings.Section):
     """The admin API over TCP."""
 
     listen: HostPort
-    """Address of the listener: HOST:PORT."""
+    """HOST:PORT."""
     cert_file: kit.settings.AbsolutePath
-    """Certificate chain in PEM. Read again after a change."""
+    """Certificate chain (PEM)."""
     key_file: kit.settings.AbsolutePath
-    """Private key in PEM. Read again after a change."""
+    """Private key (PEM)."""
     tokens_file: kit.settings.AbsolutePath | None = None
-    """YAML file: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead of `token`. Roles:
-    read, operate, dangerous. Read again after a change."""
+    """YAML file: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead of `token`."""
     kubernetes: ReviewSettings | None = None
-    """Ask the Kubernetes API server about tokens that are not in `tokens_file`. In a pod write
-    `{}`."""
+    """The API server checks other tokens. In a pod write `{}`."""
 
     @model_validator(mode="after")
     def _some_callers(self) -> "ApiSettings":
@@ -147,19 +145,18 @@ class AdminSettings(kit.settings.Section):
     """Where the agent listens, and who may do what (docs/security.md)."""
 
     socket: kit.settings.AbsolutePath = SOCKET
-    """Unix socket of the admin API. The command line uses it. Only root and `group` may use it."""
+    """Socket of the command line, for root and `group`."""
     group: str | None = None
-    """Members of this group of the host may use the socket."""
+    """Group that may use the socket."""
     group_role: kit.room.Role = kit.room.Role.OPERATE
-    """Role of `group`: read, operate or dangerous. Root may do everything."""
+    """Role of `group`: read, operate or dangerous."""
     metrics: HostPort | None = "127.0.0.1:9470"
-    """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
-    the status page. null: off."""
+    """HOST:PORT of /metrics, /healthz and /readyz, without login. Loopback: also the status page.
+    null: off."""
     names: tuple[str, ...] = ()
-    """More host names that clients may use for the TCP listeners. The agent refuses other names
-    (DNS rebinding)."""
+    """More host names of the TCP listeners."""
     api: ApiSettings | None = None
-    """Admin API over TCP, with TLS and tokens. Not set: off."""
+    """Admin API over TCP, with TLS and tokens."""
 
     @field_validator("socket")
     @classmethod
@@ -175,21 +172,17 @@ class ClusterSettings(kube.settings.AccessSettings):
     finds (docs/kubernetes.md)."""
 
     objects: bool = True
-    """false: the agent neither reads nor writes its objects. It only asks the API server about
-    PersistentVolumes and callers."""
+    """false: no CachedDatasets, ImageSets and NodeStorages."""
     namespace: str | None = None
-    """Namespace of the Secrets for datasets and of the agents' Lease. Default: the namespace of the
-    agent's account."""
+    """Namespace of the Secrets and of the Lease. Default: the account's."""
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
-    """Shortest time between two writes of this node's NodeStorage."""
+    """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force after it disappears without a deletion (restored etcd, lost
-    node label). A deletion by kubectl takes effect at once."""
+    """How long an object stays in force if it disappears without a deletion."""
     conditions: bool = True
-    """Write Events, and the Node conditions StorageHazard and CacheDegraded."""
+    """Write Events and Node conditions."""
     labels: int = Field(default=50, ge=0, le=200)
-    """Maximum number of Node labels dataset.nodeagent.io/NAME. Each names a complete dataset. 0:
-    none."""
+    """Maximum Node labels dataset.nodeagent.io/NAME. 0: none."""
 
     @property
     def own_namespace(self) -> str:
@@ -207,14 +200,13 @@ class Process(kit.settings.Section):
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
     node: Annotated[str, AfterValidator(_node_name)] | None = None
-    """Name of this node in the cluster. Default: $NODE_NAME, then the host name."""
+    """Name of this node. Default: $NODE_NAME or the host name."""
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
-    """Read CachedDataset and ImageSet objects, and report to the cluster. In a pod write `{}`. Not
-    set: the agent reads no objects, but `volumes` and `admin.api` can use the pod's account."""
+    """Read CachedDatasets and ImageSets, and report to the cluster. In a pod write `{}`."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
-    """Lock, journals and mount points of the agent. Must survive reboots."""
+    """State of the agent. It must survive reboots."""
 
     @property
     def this_node(self) -> kube.settings.ThisNode:

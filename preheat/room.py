@@ -63,7 +63,7 @@ _IMAGES = Intent(
 
 ROOM = Room(
     name="preheat",
-    summary="Container images kept ready. Without this section no image is pulled or pinned.",
+    summary="Container images kept ready. Without this section: off.",
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),

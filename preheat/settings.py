@@ -34,7 +34,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """Long form of a time: `pin: {for: 72h}`. Without a use, the time starts with the pull."""
+    """Long form: `pin: {for: 72h}`."""
 
 
 def _pin(value: object) -> object:
@@ -55,17 +55,16 @@ class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
     ref: Annotated[str, AfterValidator(lambda text: manifest.parse(text).text)]
-    """HOST/PATH:TAG or HOST/PATH@sha256:…. HOST is the registry. Default tag: latest."""
+    """HOST/PATH:TAG or HOST/PATH@sha256:…. Default tag: latest."""
     pin: Pin = "always"
-    """always: garbage collection never deletes it. never: pulled once, not pinned. A time like 72h:
-    pinned for this time after its last use."""
+    """always, never (pulled once, not pinned), or a time like 72h (pinned for this time after its
+    last use)."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The image with the higher priority is pulled first and released last."""
+    """Higher: pulled first, released last."""
     share_private: bool = False
-    """true: also pull an image that needs credentials. Then any pod on the node can run it without
-    credentials, unless the kubelet verifies them (docs/preheat.md)."""
+    """true: also pull images that need credentials. Any pod on the node can then run them."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Only nodes with all these `preheat.node_labels` (no Kubernetes labels). Empty: every node."""
+    """Only nodes with all these `preheat.node_labels`."""
 
 
 class RetainSettings(kit.settings.Section):
@@ -74,7 +73,7 @@ class RetainSettings(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """How long to keep an image after its last container ended. Not for images below 1 GiB."""
+    """Time after the last container ended. Not for images below 1 GiB."""
     at_least: ClassVar[kit.settings.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
@@ -83,10 +82,9 @@ class CredentialSettings(kit.settings.Section):
     """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
     docker_config: kit.settings.AbsolutePath | tuple[kit.settings.AbsolutePath, ...] | None = None
-    """dockerconfigjson file or a list of them, like a mounted imagePullSecret; .dockercfg works
-    too. The agent tries each login that matches the image, the most specific first."""
+    """dockerconfigjson or .dockercfg file, or a list."""
     helper_dir: kit.settings.AbsolutePath | None = None
-    """Directory of the docker-credential-* programs (credHelpers, credsStore)."""
+    """Directory of the docker-credential-* programs."""
     provider_config: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-config file. Needs `provider_dir`."""
     provider_dir: kit.settings.AbsolutePath | None = None
@@ -110,9 +108,9 @@ class FleetSettings(kit.settings.Section):
     """How many nodes ask the same registries, so that they never ask them all at once."""
 
     nodes: int = Field(ge=1, le=1_000_000)
-    """Number of nodes with these settings."""
+    """Nodes with these settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """Maximum nodes at one registry at a time. This lengthens `spread` and `refresh`."""
+    """Maximum nodes at one registry at a time."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -124,42 +122,37 @@ class PreheatSettings(kube.settings.RoomSettings):
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
     pin_budget: kit.settings.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Maximum bytes of pinned images. Shared layers count once. The agent never
-    pins more than the kubelet's imageGCLowThresholdPercent of the disk."""
+    """Maximum bytes of pinned images."""
     unknown_image: ClassVar[kit.settings.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
-    """Images that must be on the node."""
+    """Images to keep."""
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
-    """How long an image stays pinned after you remove it from the settings. Under disk pressure, or
-    if a listed image needs the budget, the agent releases it earlier. 0: at once."""
+    """How long a pin lasts after you remove the image here."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """containerd ends all pins if no agent ran for this time (minimum 4h). With this setting,
-    pins do not stop the kubelet's garbage collection: the agent restores what it deletes. Default:
-    pins stay until 'nodeagent image release-all'."""
+    """containerd ends all pins if no agent ran for this time (minimum 4h). With this
+    setting, the kubelet can delete pinned images; the agent restores them."""
     retain: RetainSettings | None = None
-    """Keep images that pods used. Not set: off."""
+    """Keep images that pods used."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]. Default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
     """Logins for registries."""
     hosts_dir: Annotated[str, AfterValidator(_directories)] = "/etc/containerd/certs.d"
-    """containerd's registry configuration (config_path): mirrors, CAs, client certificates,
-    headers. Separate several directories with ':'."""
+    """containerd's registry configuration. Separate directories with ':'."""
     refresh: kit.settings.Seconds = Field(default=3600.0, ge=10)
-    """How often the agent looks up a tag, in case its digest changed."""
+    """How often the agent looks up a tag."""
     spread: kit.settings.Seconds = Field(default=300.0, ge=0, le=86400)
-    """Each node looks up and pulls a new image at a random time within this time."""
+    """Longest random delay before the pull of a new image."""
     fleet: FleetSettings | None = None
-    """Number of nodes, to protect registries. Not set: only `spread` protects them."""
+    """Limit of nodes at one registry."""
     concurrency: int = Field(default=2, ge=1, le=16)
     """Parallel pulls on this node."""
     bytes_per_second: kit.settings.Bytes | None = Field(default=None, ge=64 * 1024)
-    """Maximum download rate of all pulls. The agent then fetches layers itself. Not set: no limit;
-    the runtime downloads."""
+    """Maximum download rate of all pulls."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """Hours of pulls, HH:MM-HH:MM (UTC). Empty: always. Pulls by an operator start at any time."""
+    """Hours of automatic pulls, HH:MM-HH:MM (UTC)."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0

@@ -30,19 +30,19 @@ The agent reads one YAML file. It takes the first of these:
 2. `$NODEAGENT_CONFIG`
 3. `/etc/nodeagent/nodeagent.yaml`
 
-Check a file before you use it: `nodeagent config check FILE`. It prints the effective settings, or
-each mistake with its line. It reads this file alone, so you can run it anywhere. `nodeagent doctor`
-looks on the node for the file's sources, keys and disks.
+`nodeagent config check FILE` prints the effective settings, or each mistake with its line.
+`nodeagent doctor` checks sources, keys and disks on the node.
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
 * The agent reads the file again after a change. The log, `/readyz` and the status page name
   settings that need a restart.
 
-How to read the lists: the parentheses after a name hold the default or "required", then the
-allowed range. A setting without parentheses is not set by default. `[]` means a list. `RULE` is the
-name of a rule. `source(rbd)` is a source of kind `rbd`.
+The parentheses after a name contain the default or "required", then the allowed range. A setting
+without parentheses is not set by default. `[]` means a list. `RULE` is the name of a rule.
+`source(rbd)` is a source of kind `rbd`.
 """
+
 
 EXAMPLES = {
     "": """\
@@ -70,7 +70,7 @@ cache:
 preheat:
   pin_budget: 200GiB
   images:
-    - {ref: "nvcr.io/nvidia/pytorch:24.05-py3", pin: always, priority: 10}
+    - {ref: "registry.example/fw/torch:v2", pin: always, priority: 10}
   retain: {for: 72h}
 """,
 }
@@ -107,7 +107,8 @@ def description(model: type[BaseModel], name: str) -> str:
 def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
     """Name, default and meaning of each setting of ``model`` and of the models inside it.
 
-    None for a section that is always there, nor for the kind that a name has.
+    None for a section that is always there or a list without a default, nor for the kind that a
+    name has.
     """
     found = []
     for name, field in model.model_fields.items():
@@ -115,7 +116,8 @@ def rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str]]:
         origin = typing.get_origin(field.annotation)
         path = f"{prefix}{field.alias or name}"
         path += {tuple: "[]", dict: ".RULE"}.get(origin, "") if inner else ""
-        if not (inner and isinstance(field.default, BaseModel)):
+        listed = bool(inner) and origin in (tuple, dict) and not default(field)
+        if not (listed or (inner and isinstance(field.default, BaseModel))):
             notes = ", ".join(filter(None, (default(field), bounds(field))))
             found.append((path, notes, description(model, name)))
         if len(inner) > 1:
@@ -167,7 +169,7 @@ def bounds(field: FieldInfo) -> str:
         for name in ("ge", "gt", "le", "lt"):
             if (value := getattr(mark, name, None)) is not None:
                 limits["least" if name[0] == "g" else "most"] = value
-    if limits.keys() != {"least", "most"} or limits["most"] > 10**6 or field.annotation is str:
+    if limits.keys() != {"least", "most"} or limits["most"] >= 10**5 or field.annotation is str:
         return ""
     least, most = limits["least"], limits["most"]
     if field.annotation is float:

@@ -39,7 +39,7 @@ def brief(shown: GuardStatus) -> str:
 
 ROOM = Room(
     name="volumes",
-    summary="Format guard and volume audit. Without this section both are off.",
+    summary="Format guard and volume audit. Without this section: off.",
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),

@@ -66,31 +66,25 @@ class GuardSettings(kit.settings.Section):
     """The format guard. All but cgroup and pins changes while running."""
 
     mode: Annotated[Literal["off", "dry-run", "enforce"], kit.settings.OnOrOff] = "dry-run"
-    """off: not in the kernel. dry-run: report what it would refuse. enforce: refuse. Use dry-run
-    for a week first."""
+    """off, dry-run (only report) or enforce."""
     drivers: tuple[kit.settings.Word, ...] = Field(
         default=("rbd", "nbd"), min_length=1, max_length=_MOST
     )
-    """Block drivers of the guarded devices, as in /proc/devices."""
+    """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Of which other devices the guard reports writes. ceph: none. csi: all but the node's own
-    disks. all: all but the disks of the root file system and of swaps."""
+    """Other devices whose writes the guard reports. ceph: none. csi: all but own disks. all: all
+    but root disks and swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
-    """More own disks: 'by-id:PATTERN' or 'by-path:PATTERN' (in /dev/disk), 'model:PATTERN' (vendor
-    and model), 'vg:PATTERN' (volume group), 'name:PATTERN' (the kernel's name, xvdb). A pattern
-    never matches a device that kubelet mounts for a PersistentVolume."""
+    """More own disks: 'by-id:PATTERN', 'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or
+    'name:PATTERN'. Devices of PersistentVolumes never match."""
     names: tuple[str, ...] = ("*",)
-    """Guarded devices that the agent examines, as shell patterns. Other guarded devices never get
-    an automatic lease."""
+    """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
-    """Programs that may open a guarded device for writing: the first 15 bytes of their names."""
+    """Programs that may write to guarded devices (first 15 bytes of the name)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. The guard skips options and their values; the next
-    argument is COMMAND. A program with a destructive command among its arguments (cryptsetup
-    luksFormat) needs a lease."""
+    """Allowed commands: 'PROGRAM COMMAND'. COMMAND follows the options."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """Length of a lease. Use more than the longest mkfs, and more than 122 s (the kubelet's longest
-    retry interval). After an unused lease, the next attempt gets a new one."""
+    """Length of a lease: more than 122 s and the longest mkfs."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -98,19 +92,17 @@ class GuardSettings(kit.settings.Section):
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
-    """The verdict is 'timeout' after this time without an answered read. Limit of a whole probe: 20
-    times this setting, but at most 45s, and at least this setting."""
+    """Time limit of one read of a probe."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
-    """If a cluster does not answer in this time, its volumes get no lease."""
+    """Time limit of a cluster's answer. After it: no lease."""
     require_extents: bool = False
-    """true: no automatic lease for an RBD image whose cluster is not in `volumes.clusters`. Then a
-    node without Ceph credentials cannot format new volumes."""
+    """true: RBD images of clusters that are not in `clusters` get no automatic lease."""
     raw_block: bool = True
-    """true: a pod may write to its raw block volume (volumeMode: Block)."""
+    """A pod may write to its raw block volume."""
     cgroup: kit.settings.AbsolutePath | None = None
-    """cgroup v2 directory to guard. Default: the root, for all processes."""
+    """Guarded cgroup v2 directory. Default: all processes."""
     pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
-    """Directory in the bpf file system for the guard's program and maps."""
+    """Directory in the bpf file system."""
 
     @field_validator("words")
     @classmethod
@@ -158,7 +150,7 @@ class WitnessSettings(kit.settings.Section):
     guard decides by what the node and Ceph know."""
 
     enabled: bool = True
-    """The guard reads and marks PersistentVolumes. false: it does neither."""
+    """The guard reads and marks PersistentVolumes."""
     timeout: ClassVar[kit.settings.Seconds] = 3.0
     """For one request to the API server."""
     per_minute: ClassVar[int] = 60
@@ -185,19 +177,18 @@ class ClusterSettings(ceph.settings.ClusterSettings):
     """A Ceph cluster of volumes; the guard and the audit ask the same ones."""
 
     expected_version: str | None = None
-    """Version that all daemons and this node's client must have, like '18.2' or '18.2.4'. Default:
-    all daemons have the same version, and the client differs by at most two releases."""
+    """Version of all daemons and of this node's client, like '18.2' or '18.2.4'."""
 
 
 class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
     name: Annotated[str, AfterValidator(_name)]
-    """Name of the log in findings."""
+    """Name in findings."""
     files: str | None = None
-    """Absolute path. Its last two parts may contain `*`. The agent follows log rotation."""
+    """Path. Its last two parts may contain `*`."""
     unit: Annotated[str, AfterValidator(_unit)] | None = None
-    """systemd unit, read with journalctl; `*` is allowed."""
+    """systemd unit; `*` is allowed."""
 
     @model_validator(mode="after")
     def _one(self) -> "LogSource":
@@ -225,7 +216,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Other logs. Each has `files` or `unit`. The agent retries a missing log."""
+    """Other logs, each with `files` or `unit`."""
     namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
         default=(
             "kube-system",
@@ -236,12 +227,11 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """In directories named 'containers', the agent reads only logs of pods in these namespaces.
-    The reason: any user's pod can have a ceph-csi pod's name."""
+    """In directories named 'containers', read only logs of these namespaces."""
     patterns: kit.settings.AbsolutePath | None = None
-    """YAML file with more patterns. A pattern with the id of a built-in pattern replaces it."""
+    """YAML file with more patterns."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
-    """Maximum lines per second and source. The agent drops and counts the rest."""
+    """Maximum lines per second and source."""
     hold: ClassVar[kit.settings.Seconds] = 900.0
     """A finding from a log line clears when the line stays away for so long."""
 
@@ -263,8 +253,7 @@ class ActionSettings(kit.settings.Section):
     would do."""
 
     detach_leaked: Mode = "off"
-    """Unmount a leaked private mount in its holder's mount namespace. off: only on command.
-    dry-run: log what it would do. on: do it."""
+    """Unmount leaked private mounts: off (only on command), dry-run (only log) or on."""
     per_hour: ClassVar[int] = 10
     """Most actions in an hour."""
 
@@ -275,8 +264,8 @@ class RepairSettings(kit.settings.Section):
     (docs/audit.md)."""
 
     mode: Mode = "off"
-    """Unmap broken mappings that nothing holds. off: only advise. dry-run: log what it would do.
-    on: do it. Needs the audit. Without `clusters`, the agent does not detect a blocklist."""
+    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on. Needs
+    `clusters` to detect a blocklist."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
@@ -286,8 +275,7 @@ class RepairSettings(kit.settings.Section):
     follow: ClassVar[kit.settings.Seconds] = 900.0
     """How long a volume that was unmapped is waited for, to probe it when it is mapped again."""
     taint: bool = False
-    """Taint this node (nodeagent.io/volume-repair:NoSchedule) during a repair. The agent's account
-    must be allowed to get and patch this node."""
+    """Taint this node (nodeagent.io/volume-repair:NoSchedule) during a repair."""
 
 
 class RuleSettings(kit.settings.Section):
@@ -296,12 +284,11 @@ class RuleSettings(kit.settings.Section):
     enabled: bool = True
     """false: the rule is off."""
     severity: Severity | None = None
-    """info, warning or critical. Default: the rule's own."""
+    """info, warning or critical."""
     patience: kit.settings.Seconds | None = Field(default=None, ge=0)
-    """How long a problem must last to become a finding. Default: the rule's own."""
+    """How long a problem lasts before the finding."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
-    """No finding if its subject, device, cgroup, pod, command or volume contains one of these
-    words."""
+    """Words: no finding if subject, device, cgroup, pod, command or volume contains one."""
 
 
 class RequiredMount(kit.settings.Section):
@@ -312,7 +299,7 @@ class RequiredMount(kit.settings.Section):
     options: tuple[str, ...] = Field(min_length=1)
     """Required options."""
     fstype: str | None = None
-    """Only mounts of this file system type."""
+    """Only this file system type."""
 
 
 class AuditSettings(kit.settings.Section):
@@ -321,12 +308,11 @@ class AuditSettings(kit.settings.Section):
     enabled: bool = True
     """false: no audit."""
     names: tuple[str, ...] = Field(default=("*",), min_length=1)
-    """Devices of the guarded drivers that the audit watches, as shell patterns. It never touches
-    the others."""
+    """Watched devices (shell patterns)."""
     containers: kit.settings.AbsolutePath = Path(
         "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
-    """Directory where containerd keeps the data of running pods."""
+    """containerd's directory of running pods."""
     interval: ClassVar[kit.settings.Seconds] = 300.0
     """Between two full scans when idle."""
     busy_interval: ClassVar[kit.settings.Seconds] = 60.0
@@ -345,9 +331,9 @@ class AuditSettings(kit.settings.Section):
     cluster_timeout: ClassVar[kit.settings.Seconds] = 15.0
     """After this a cluster's answer is unknown."""
     mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
-    """Options that mounts of watched devices must have."""
+    """Options of mounts."""
     rules: dict[str, RuleSettings] = Field(default_factory=dict, max_length=200)
-    """Changes to rules, by rule name."""
+    """Changes to rules."""
     logs: LogSettings = LogSettings()
     """Logs."""
     actions: ActionSettings = ActionSettings()
@@ -365,8 +351,7 @@ class VolumesSettings(kube.settings.RoomSettings):
     clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(
         default=(), max_length=16
     )
-    """Ceph clusters of the volumes, for the guard and the audit. Without a cluster, the guard
-    decides by what this node knows."""
+    """Ceph clusters of the volumes."""
     guard: GuardSettings = GuardSettings()
     """Refuses mkfs on a volume that holds data."""
     kubernetes: WitnessSettings = WitnessSettings()
