@@ -173,7 +173,7 @@ def test_the_matrix_is_what_the_documentation_says() -> None:
         assert known.words in rows[known.role], call
         lower = [row for role, row in rows.items() if not Role(role).includes(known.role)]
         assert not any(known.words in row for row in lower), call
-    _, _, below = SECURITY.partition("\nA request may name:\n")
+    _, _, below = SECURITY.partition("\nA request may name these things:\n")
     told = {
         names: role
         for role, listed in re.findall(rf"^\* ({'|'.join(Role)}): (.*)$", below, re.MULTILINE)
