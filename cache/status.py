@@ -576,23 +576,23 @@ def metrics(
         return {name: getattr(row, what) for name, row in shown.items()}
 
     sizes = {name: row.bytes.total for name, row in shown.items()}
-    yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
+    yield gauge("cache_dataset_bytes", "Size in the source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Total size that the stored files have in the source."
+    text = "Source size of stored files."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
-    yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
-    text = "The state of the dataset, as a label; the value is 1."
+    yield gauge("cache_failed_files", "Files not copied.", failed, "dataset")
+    text = "State of the dataset."
     yield state("cache_state", text, each_is("state"), "dataset", "state")
-    text = "What serves the dataset's view, as a label; the value is 1."
+    text = "What serves the view."
     yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
     on_ssd = {name: row.store_bytes for name, row in shown.items()}
-    yield gauge("cache_store_bytes", "SSD bytes that the dataset takes.", on_ssd, "dataset")
+    yield gauge("cache_store_bytes", "SSD space.", on_ssd, "dataset")
     made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
-    text = "Unix time of the snapshot that jobs read."
+    text = "Time of the snapshot."
     yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
     ratios = {name: row.hits.ratio for name, row in shown.items() if row.hits}
-    text = "Share of opened files that are on the SSD (a sample)."
+    text = "Share of opens on the SSD."
     yield gauge("cache_hit_ratio", text, ratios, "dataset")
     # The source of a complete dataset is let go when the last look at it found no trouble.
     answers = {
@@ -600,31 +600,31 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "1: the source answers, or a complete dataset does not need it; otherwise 0."
+    text = "0: a needed source does not answer."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
-    yield gauge("cache_generations", "Number of stored generations, of all datasets.", kept)
-    yield gauge("cache_budget_bytes", "Maximum bytes of the store.", budget)
-    yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
-    text = "The health of the store's disk, as a label; the value is 1."
+    yield gauge("cache_generations", "Stored generations.", kept)
+    yield gauge("cache_budget_bytes", "Budget of the store.", budget)
+    yield gauge("cache_used_bytes", "Size of the store.", used)
+    text = "Health of the SSD."
     yield state("cache_store_health", text, {(): store}, "state")
     totals = sum((each.totals() for each in datasets.values()), past)
     text = "Evicted files."
     yield counter("cache_evicted_files", text, totals.evicted_files)
-    text = "Bytes that scrubs have read from the store."
+    text = "Bytes scrubbed."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
     yield from _scrub_metrics(datasets)
-    text = "Processes that hang in the kernel after their deadline."
+    text = "Hanging processes."
     yield gauge("children_abandoned", text, kit.processes.hanging())
 
 
 def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     each = dict(sorted(datasets.items()))
-    text = "Datasets whose view shows the source until their stored files are verified."
+    text = "Datasets that need a verify."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Unix time of the last complete scrub of the dataset whose scrub is oldest."
+    text = "Oldest complete scrub."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
-    text = "Damaged files and directories that scrubs found in the store."
+    text = "Damaged files found."
     yield counter("cache_scrub_bad", text, bad, "dataset")

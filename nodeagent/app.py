@@ -213,7 +213,7 @@ class Agent:
     def _figures(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "nodeagent_settings_in_force",
-            "1 while the settings file's latest content is in force, 0 while it cannot be used.",
+            "0: the settings file is unusable.",
             value=0.0 if self.state.config_error else 1.0,
         )
 

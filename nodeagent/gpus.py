@@ -50,9 +50,7 @@ def stalls(read: Callable[[], float | None] = io_stalled) -> Iterable[Metric]:
     """What the whole node waits for its disks and network file systems; on nodes without a GPU too.
     Nothing where the kernel does not count it."""
     if (seconds := read()) is not None:
-        text = (
-            "Seconds in which a task of this node waited for I/O, jobs included (the kernel's PSI)."
-        )
+        text = "Time waiting for I/O."
         yield counter("node_io_stalled_seconds", text, seconds)
 
 
@@ -103,6 +101,6 @@ class Gpus:
         """Nothing while nothing is known."""
         if not self._looks:
             return
-        yield gauge("gpus", "GPUs of this node.", self._count)
-        text = "How busy the node's GPUs were in the last minute, from 0 to 1: their mean."
+        yield gauge("gpus", "GPUs.", self._count)
+        text = "Mean load of the GPUs."
         yield gauge("gpu_busy_ratio", text, sum(self._looks) / len(self._looks))

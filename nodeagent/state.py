@@ -149,7 +149,7 @@ class Findings:
             for origin, by_id in self._by_origin.items()
             for each in by_id.values()
         )
-        text = "Current findings; no series for a rule that finds nothing."
+        text = "Current findings."
         yield kit.metrics.gauge("findings", text, found, "origin", "rule", "severity")
 
 

@@ -370,47 +370,42 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     ]
     by_state = {state: states.count(state) for state in STATES}
     yield gauge("preheat_images", "Requested or pinned images.", by_state, "state")
-    text = "Bytes on disk that pins keep, shared layers once."
+    text = "Size of pinned images."
     yield gauge("preheat_pinned_bytes", text, estimate.union(pin.parts for pin in seen.pinned))
     budget = seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget
-    yield gauge("preheat_pin_budget_bytes", "Maximum bytes of pinned images.", budget)
-    text = "Bytes of requested images that are not yet on the node."
+    yield gauge("preheat_pin_budget_bytes", "Budget of pinned images.", budget)
+    text = "Bytes still to pull."
     yield gauge("preheat_missing_bytes", text, sum(missing))
     yield gauge("preheat_pulls_running", "Pulls in progress.", len(reconciler.pulls.running))
-    text = "1 while the image disk is above the kubelet's thresholds."
+    text = "1: above kubelet's disk thresholds."
     yield gauge("preheat_disk_pressure", text, seen.node is not None and seen.node.pressed)
-    text = "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet."
+    text = "1: kubelet knows the pins; -1: unknown."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Images that the settings no longer list and that are still pinned."
+    text = "Pinned, but no longer listed."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
-    text = "Unpacked layers of requested images that a power cut can still damage."
+    text = "Layers not yet safe from power cuts."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
-    text = "Pinned images that somebody removes again and again."
+    text = "Pinned images removed repeatedly."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
-    yield counter("preheat_heals", "Removed pinned images that were restored.", counts.heals)
-    yield counter(
-        "preheat_removals", "Removals of pinned images by somebody else.", counts.removals
-    )
+    yield counter("preheat_heals", "Pinned images restored.", counts.heals)
+    yield counter("preheat_removals", "Pinned images removed by others.", counts.removals)
     yield counter("preheat_pulls", "Finished pulls.", totals.pulls)
-    text = "Bytes fetched by pulls, failed attempts too."
+    text = "Bytes fetched by pulls."
     yield counter("preheat_fetched_bytes", text, totals.fetched_bytes)
-    text = "Requests of the agent to registries."
+    text = "Requests to registries."
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
-    text = "Images unpacked again because the node went down before they were durable."
+    text = "Images unpacked again."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
-    text = "How often containerd stopped while the agent changed something in it."
+    text = "Stops of containerd."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = (
-        "Bytes that were not downloaded because the image was on the node: for a container (use), "
-    )
-    text += "or when the agent healed it (heal)."
+    text = "Bytes not downloaded."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
-    text = "Removed pinned images that were not restored."
+    text = "Pinned images not restored."
     refused = {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit}
     yield counter("preheat_heals_refused", text, refused, "reason")
-    yield counter("preheat_failures", "Failed pulls by class.", totals.failed, "kind")
+    yield counter("preheat_failures", "Failed pulls.", totals.failed, "kind")
     failed = reconciler.resolver.failed
-    yield counter("preheat_lookup_failures", "Failed registry lookups by class.", failed, "kind")
+    yield counter("preheat_lookup_failures", "Failed lookups.", failed, "kind")

@@ -19,30 +19,18 @@ TARGET = ROOT / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-The agent serves these metrics at `admin.metrics`: `http://127.0.0.1:9470/metrics`.
-[monitoring.md](monitoring.md) connects Prometheus, alerts and dashboards. [runbook.md](runbook.md)
-explains each alert.
+The agent serves these metrics at `http://127.0.0.1:9470/metrics` (`admin.metrics`).
+The parentheses after a name hold its labels.
 
 ## How to read them
 
-* Names that end in `_total` are counters. Most start at 0 when the agent starts; those of the
-  kernel (`guard_checks`, `io_stalled`) do not. All other
-  metrics are gauges.
-* The name ends with the unit. Times (`_timestamp_seconds`) are Unix times.
-* **A state is a label.** `nodeagent_cache_state{{dataset="coco",state="filling"}} 1` means that
-  coco is being filled. Each dataset has one series, for its current state. The other states have
-  no series. Count with `count by (state) (nodeagent_cache_state)`. {states} work the
-  same.
-* **No finding, no series.** This is true for {findings}. To get 0 instead of no result, write
+* **A state is a label.** The value is 1. Count with `count by (state) (nodeagent_cache_state)`.
+* **Without a finding or a known value, there is no series.** To get 0, write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
-* **Unknown means no series.** An unknown time is never 0.
 
 ## How many series a node has
 
-A node with {datasets} datasets in a cluster has about {total} series. Each dataset adds {each}.
-GPUs add two. Images, volumes, files and pods add none.
-
-The parentheses after a name hold its labels.
+A node with {datasets} datasets has about {total} series. Each dataset adds {each}. GPUs add two.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.
@@ -66,10 +54,6 @@ def families() -> list[Metric]:
     with tempfile.TemporaryDirectory() as folder:
         agent = census.agent(Path(folder), with_gpus=True)
         return list(figures.registry(agent.state).collect())
-
-
-def is_state(family: Metric) -> bool:
-    return "as a label; the value is 1" in family.documentation
 
 
 def labels(family: Metric) -> str:
@@ -98,7 +82,7 @@ def sections(found: Iterable[Metric]) -> Iterator[str]:
         its.sort(key=lambda family: family.name)
         if begin == "process":  # not ours: every Python program has them
             named = ", ".join(f"`{each.name}{'_total' * (each.type == 'counter')}`" for each in its)
-            yield pages.wrapped(f"The usual metrics of a Python program: {named}.")
+            yield pages.wrapped(f"The usual Python metrics: {named}.")
         else:
             yield from (item(each) for each in its)
         yield ""
@@ -112,14 +96,8 @@ def document() -> str:
     )
     head = HEAD.format(
         datasets=census.DATASETS,
-        images=census.IMAGES,
-        volumes=census.VOLUMES,
         total=sum(len(family.samples) for family in found if family.name not in OF_GPUS),
         each=of_a_dataset,
-        states=", ".join(
-            f"`{f.name}`" for f in found if is_state(f) and "cache_state" not in f.name
-        ),
-        findings=", ".join(f"`{f.name}`" for f in found if f.name.endswith("findings")),
     )
     return "\n".join([pages.reflowed(head), *sections(found)]).rstrip("\n") + "\n"
 

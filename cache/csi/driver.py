@@ -93,7 +93,7 @@ class Driver:
     def metrics(self) -> Iterable[Metric]:
         yield gauge("csi_volumes", "Volumes mounted for pods.", len(self.node.volumes))
         if self._server is not None:
-            text = "Requests of the kubelet, by method and gRPC code."
+            text = "Requests of kubelet."
             yield counter("csi_requests", text, self._server.requests, "method", "code")
             known = self._server.registered
-            yield gauge("csi_registered", "1: the kubelet has registered the driver.", known)
+            yield gauge("csi_registered", "1: registered with kubelet.", known)

@@ -34,10 +34,10 @@ class RequestFigures(Collector):
         for each in self._state.running:
             yield from each.component.metrics()
         version = importlib.metadata.version("nodeagent")
-        text = "The agent's version, as a label; the value is 1."
+        text = "Version of the agent."
         yield state_of("build_info", text, {(): version}, "version")
         ready = {each.room.name: each.health().ready for each in self._state.running}
-        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
+        yield gauge("component_ready", "1: the component is ready.", ready, "component")
         failures = {each.room.name: each.failures for each in self._state.running}
         yield counter("component_failures", "Failed starts and reconciles.", failures, "component")
         yield from self._state.findings.metrics()

@@ -35,13 +35,13 @@ class Cluster:
         requests = {part: each.requests for part, each in servers.items()}
         yield counter("cluster_requests", "Requests to the API server.", requests, "part")
         received = {part: each.received for part, each in servers.items()}
-        text = "Bytes of answers about CachedDataset and ImageSet (objects), NodeStorage (reports)."
+        text = "Bytes from the API server."
         yield counter("cluster_received_bytes", text, received, "part")
         lists = {kind: each.lists for kind, each in follower.watches.items()}
-        yield counter("cluster_lists", "How often all objects were listed.", lists, "kind")
-        yield gauge("cluster_synced", "1 while all objects are known.", float(follower.synced))
+        yield counter("cluster_lists", "Complete lists of objects.", lists, "kind")
+        yield gauge("cluster_synced", "1: all objects are known.", float(follower.synced))
         writes = {"node": writer.writes, "rollup": writer.rolls}
-        text = "Writes of NodeStorage (node), and of the objects' status (rollup)."
+        text = "Writes of NodeStorage (node), objects' status (rollup)."
         yield counter("cluster_writes", text, writes, "what")
 
     async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:

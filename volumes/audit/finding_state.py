@@ -17,7 +17,7 @@ import kit.findings
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.types import Severity, Trouble
 
-DOC = "docs/audit.md"
+DOC = "docs/runbook.md"
 # A finding that returned this often in an hour is flapping, and must then stay away this long.
 FLAPS = 3
 FLAP_WINDOW_SECONDS = 3600.0
@@ -192,7 +192,7 @@ def _finding(name: str, entry: Entry) -> kit.findings.Finding:
         evidence["not_looked_at_again"] = entry.stale
     if entry.flapping:
         evidence["flapping"] = f"came back {len(entry.returns)} times in an hour"
-    anchor = "log-lines" if entry.rule.startswith(LOG_PREFIX) else entry.rule
+    anchor = "log-line" if entry.rule.startswith(LOG_PREFIX) else entry.rule
     evidence["doc"] = f"{DOC}#{anchor}"
     return kit.findings.Finding(
         id=name,

@@ -98,12 +98,12 @@ def _of_witness(witness: Witness) -> Iterator[Finding]:
         message = f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused "
         message += f"for {witness.settings.outage:g}s, then the guard decides without its "
         message += "PersistentVolume"
-        advice = "See docs/guard.md for the rights that the agent needs, and the section kubernetes"
+        advice = "See docs/security.md for the rights that the agent needs"
         yield finding("witness-silent", message, advice)
     if witness.mark_trouble:
         message = f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}"
-        advice = "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others "
-        advice += "are read and kept to all the same"
+        advice = "Let the agent's account patch persistentvolumes (docs/security.md); marks of "
+        advice += "others are read and kept to all the same"
         yield finding("volumes-not-marked", message, advice)
 
 

@@ -28,7 +28,7 @@ def test_rules_have_unique_documented_names() -> None:
     assert len(set(names)) == len(names)
     text = DOCS.read_text()
     for name in (*names, evaluate.BLIND):
-        assert f"### {name}\n" in text, name
+        assert f"\n* [{name}](runbook.md#{name})" in text, name
 
 
 def test_evaluate_applies_the_operators_changes() -> None:

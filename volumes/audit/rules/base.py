@@ -7,7 +7,7 @@ made a Rule by one of three decorators, which also decide when the rule is ``unk
     @cluster_rule(...)   judge(scene, view): asked once for each cluster that answered
     @rule(...)           judge(scene): decides everything itself; gives an Outcome, or Troubles
 
-To take effect it needs one line in ``volumes.audit.evaluate.RULES`` and a section in docs/audit.md.
+To take effect it needs one line in ``volumes.audit.evaluate.RULES`` and an item in docs/audit.md.
 Invariant: a rule that could not see everything says ``unknown``; then none of its findings clear.
 """
 
