@@ -151,7 +151,7 @@ def test_a_source_that_fails_is_no_difference_and_the_next_round_goes_on_behind_
         raise OSError(errno.ENOTCONN, "its daemon has died", name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sample, "_status", dead)
+        patched.setattr("cache.store.sample.tree.status", dead)
         with pytest.raises(OSError, match="daemon has died"):
             look(made)
     kept = sample.seen_of(sample.load_all([str(made.folder)])[0])
