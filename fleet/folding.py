@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import kit.findings
 import kit.units
 from fleet import shapes
 
@@ -228,6 +229,9 @@ class Fleet:
         wishes = [each.wish for each in self.datasets.values() if each.wish is not None]
         return [w.metadata.name for w in (*wishes, *self.sets) if w.status.nodes.refused]
 
+    def by_severity(self) -> dict[str, int]:
+        return {each: self.severities[each] for each in _RANKS}
+
     @property
     def verdict(self) -> str:
         """As that of a node's own status: critical, attention or well."""
@@ -243,7 +247,7 @@ class Fleet:
             "cluster": cluster,
             "verdict": self.verdict,
             "nodes": {"all": len(self.rows), **self.nodes_by()},
-            "findings": {each: self.severities[each] for each in _RANKS},
+            "findings": self.by_severity(),
             "rules": [vars(each) for each in sorted(self.rules.values(), key=lambda r: r.order)],
             "datasets": datasets_json(self),
             "images": images_json(self),
@@ -287,9 +291,7 @@ def _guard(guard: shapes.ToldGuard | None) -> str:
 
 
 def _example(finding: shapes.ToldFinding) -> str:
-    subject, message = finding.subject, finding.message
-    said = message if message.startswith(subject) else f"{subject}: {message}"
-    return said[:LONGEST_EXAMPLE]
+    return kit.findings.said(finding.subject, finding.message)[:LONGEST_EXAMPLE]
 
 
 def _on(node: str, said: str) -> str:
