@@ -166,9 +166,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Lock:
-    client: str
-    address: str
+class Lock(Watcher):
     cookie: str
 
 
