@@ -63,7 +63,6 @@ class ClusterClient:
         return self._worker.failures
 
     async def connect(self) -> str:
-        """The cluster's fsid."""
         return (await self._ask()).fsid
 
     async def content(

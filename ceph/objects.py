@@ -149,8 +149,6 @@ class _Pending(NamedTuple):
 
 
 class Reader:
-    """Objects of snapshots by librados, several in flight."""
-
     def __init__(self, access: Access) -> None:
         """Connects. OSError when the cluster does not answer or refuses the user."""
         import rados  # here: librados takes 16 MiB, which processes without a reader save

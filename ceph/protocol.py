@@ -36,7 +36,6 @@ class ImageAccess:
 
     @property
     def spec(self) -> str:
-        """As the rbd command takes it."""
         middle = f"{self.namespace}/" if self.namespace else ""
         return f"{self.pool}/{middle}{self.image}@{self.snapshot}"
 
@@ -92,8 +91,6 @@ class ImageId:
 
 @dataclass(frozen=True, order=True)
 class ImageName:
-    """An RBD image by its names."""
-
     pool: str
     namespace: str
     name: str
@@ -120,8 +117,6 @@ class ContentQuestion:
 
 @dataclass(frozen=True)
 class MetadataChange:
-    """Set a metadata entry of the image."""
-
     image: ImageId
     metadata_key: str
     value: str
@@ -221,8 +216,6 @@ def refusal(command: str) -> str:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """One cluster at one moment."""
-
     name: str
     taken: float  # Unix time
     fsid: str

@@ -39,7 +39,6 @@ _CLIENT_VERSION_SECONDS = 5
 
 
 def main() -> None:
-    """Answer requests until the agent closes the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # librados writes its log there
     open_now: list[_Connection] = []
 

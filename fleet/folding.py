@@ -187,7 +187,6 @@ class Fleet:
                 found.wish = wish
 
     def add_sets(self, wishes: Iterable[shapes.WishObject]) -> None:
-        """ImageSets."""
         for wish in wishes:
             if len(self.sets) < MOST_NAMES:
                 self.sets.append(wish)
@@ -216,7 +215,6 @@ class Fleet:
     # --- what it says
 
     def nodes_by(self) -> dict[str, int]:
-        """How many nodes are how."""
         found = Counter(str(row.wellness) for row in self.rows)
         return {str(each): found[each] for each in Wellness}
 
@@ -225,7 +223,6 @@ class Fleet:
         return min((each for each in found if each is not None), default=None)
 
     def refused(self) -> list[str]:
-        """Objects that a node refuses."""
         wishes = [each.wish for each in self.datasets.values() if each.wish is not None]
         return [w.metadata.name for w in (*wishes, *self.sets) if w.status.nodes.refused]
 

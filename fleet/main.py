@@ -356,5 +356,4 @@ def bundle(cluster: "server.FleetServer", node: str, target: Path | None) -> Non
 
 
 def main() -> None:
-    """Entry point. Errors of ours end with one line and the exit code of their class."""
     terminal.run(cli, "kubectl nodeagent")

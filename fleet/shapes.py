@@ -112,8 +112,6 @@ class WishObject(Told, frozen=True):
 
 
 class Named(Told, frozen=True):
-    """Any object of which only the name matters."""
-
     metadata: Meta
 
 

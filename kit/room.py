@@ -403,8 +403,6 @@ Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
 
 @dataclass(frozen=True)
 class Room:
-    """Everything the process needs of one room."""
-
     name: str  # its section in the settings, its component's name, the origin of its findings
     summary: str  # describes the settings section; says what its absence means
     settings: "type[kit.settings.Section]"  # it is a kube.settings.RoomSettings, too

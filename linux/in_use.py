@@ -169,12 +169,9 @@ class _Held:
         ]
         self.kept = given + copies
 
-    def at(self, path: str) -> str:
-        """The target on whose mount ``path`` lies, which our own /proc shows; '' for none."""
-        return self.below(path)[0]
-
     def below(self, path: str) -> tuple[str, str]:
-        """The same, and the path below the target.
+        """The target on whose mount ``path`` lies, which our own /proc shows, and the path below
+        the target; twice '' for none.
 
         Mount tables begin at the process's root. For a process that is only chrooted our /proc
         shows paths from our root; for one in another namespace, from the root of that.
@@ -213,13 +210,13 @@ def _uses(pid: int, theirs: _Held) -> Iterator[tuple[str, str]]:
                 continue  # just closed
         for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
             path = os.readlink(f"{base}/{link}")
-            if target := theirs.at(path):
+            if target := theirs.below(path)[0]:
                 yield target, f"{text} {path}"
         lines = Path(f"{base}/maps").read_bytes().split(b"\n")
         fields = (line.split(maxsplit=5) for line in lines)
         for mapped in dict.fromkeys(each[5] for each in fields if len(each) == 6):
             path = os.fsdecode(mapped)
-            if path.startswith("/") and (target := theirs.at(path)):
+            if path.startswith("/") and (target := theirs.below(path)[0]):
                 yield target, f"has {path} mapped"
     except OSError:
         pass  # just ended
@@ -233,16 +230,12 @@ class _Tree:
         self.path = os.path.realpath(path)
         status = os.stat(self.path)
         self.device = os.major(status.st_dev), os.minor(status.st_dev)
-        disk = mountinfo.containing(self.path, mountinfo.read())
-        self.root = self.path if disk is None else disk.below(self.path)[1]
+        place = mountinfo.place(self.path, mountinfo.read())
+        self.root = self.path if place is None else place[1]
 
     def shown_by(self, mount: mountinfo.Mount) -> bool:
         """Whether a mount shows it or a part of it."""
         return mount.shows(self.device, self.root)
-
-    def holds(self, path: str) -> bool:
-        """Whether it has anything at ``path``."""
-        return os.path.lexists(self.path + path)
 
     def has(self, path: str, inode: int) -> bool:
         """Whether ``path``, as a detached mount of the tree shows it, is that inode."""
@@ -313,7 +306,7 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
             try:
                 link = os.readlink(f"{base}/fd/{number}")
                 inside = [each for each in shown if mountinfo.within(link, each.target)]
-                if not inside and not (link.startswith("/") and wanted.holds(link)):
+                if not inside and not (link[:1] == "/" and os.path.lexists(wanted.path + link)):
                     continue
                 said = Path(f"{base}/fdinfo/{number}").read_bytes()
             except OSError:

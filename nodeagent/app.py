@@ -14,20 +14,20 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 import kit.child
 import kit.errors
 import kit.files
 import kit.findings
 import kit.tasks
+from kit.metrics import gauge
 from linux import nvml
 from nodeagent import configfile, events, gpus, memory, state, supervisor, watchdog
 from nodeagent.api import listeners
@@ -55,10 +55,8 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         raise kit.errors.HostError(
             f"state_dir {state_dir}", f"cannot be written ({error.strerror})", "make it writable"
         ) from error
-    try:
+    with kit.files.closing(descriptor):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _unapplied(setting: str) -> kit.findings.Finding:
@@ -143,7 +141,7 @@ class Agent:
             self.state.metrics.append(found.metrics)
             tasks.append(asyncio.create_task(found.follow(), name="gpus"))
         if self._cluster is not None:
-            following = self._cluster.follow(self.state, self._take_objects)
+            following = self._cluster.follow(self.state, self._renew)
             tasks.append(asyncio.create_task(following, name="cluster"))
         tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
         announcing = asyncio.create_task(self._announce(), name="announce")
@@ -176,7 +174,6 @@ class Agent:
         self.state.findings.report("settings", [_unapplied(name) for name in names])
 
     async def _keep(self) -> None:
-        """Keep a copy of the settings in force."""
         if self._last_good is None or self.state.config_error or self._data is None:
             return
         copy = str(self._last_good), self._data.decode()
@@ -211,19 +208,12 @@ class Agent:
         self.state.findings.report("settings-file", [_unusable(problem)] if problem else [])
 
     def _figures(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(
-            "nodeagent_settings_in_force",
-            "1 while the settings file's latest content is in force, 0 while it cannot be used.",
-            value=0.0 if self.state.config_error else 1.0,
-        )
+        text = "1 while the settings file's latest content is in force, 0 while it cannot be used."
+        yield gauge("settings_in_force", text, 0.0 if self.state.config_error else 1.0)
 
     def _merged(self) -> Settings:
         """The settings file with what objects of the cluster add."""
         return self._file if self._cluster is None else self._cluster.merged(self._file)
-
-    async def _take_objects(self) -> None:
-        log.info("objects of the cluster have changed")
-        await self._renew()
 
     async def _renew(self) -> None:
         """Adopt the file and the objects as they are now. How many objects there are is not ours to

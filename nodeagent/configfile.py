@@ -346,7 +346,6 @@ def _kind(model: "type[pydantic.BaseModel]") -> str | None:
 
 
 def _models(annotation: Any) -> "list[type[pydantic.BaseModel]]":
-    """The models inside an annotation."""
     import pydantic
 
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):

@@ -46,7 +46,6 @@ class RequestFigures(Collector):
 
 
 def registry(state: State) -> prometheus_client.CollectorRegistry:
-    """Every series of this agent."""
     made = prometheus_client.CollectorRegistry()
     made.register(RequestFigures(state))
     prometheus_client.ProcessCollector(registry=made)

@@ -26,7 +26,6 @@ from typing import Any
 
 import structlog
 from aiohttp import http_exceptions, web
-from aiohttp.typedefs import Middleware
 
 import kit.errors
 import kit.findings
@@ -76,7 +75,7 @@ class _Listener:
         self._idle: dict[Any, None] = {}  # those without, the longest idle first
         self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
-        app.middlewares.insert(0, self._note_idle())
+        app.middlewares.insert(0, self._note_idle)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -88,18 +87,15 @@ class _Listener:
             auto_decompress=False,  # a small body must not become a large one
         )
 
-    def _note_idle(self) -> Middleware:
-        @web.middleware
-        async def note_idle(request: web.Request, handler: server.Handler) -> web.StreamResponse:
-            self._idle.pop(request.protocol, None)
-            self._busy.add(request.protocol)
-            try:
-                return await handler(request)
-            finally:
-                self._busy.discard(request.protocol)
-                self._idle[request.protocol] = None
-
-        return note_idle
+    @web.middleware
+    async def _note_idle(self, request: web.Request, handler: server.Handler) -> web.StreamResponse:
+        self._idle.pop(request.protocol, None)
+        self._busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
+            self._idle[request.protocol] = None
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

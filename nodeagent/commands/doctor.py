@@ -237,7 +237,6 @@ def reviews(given: dict[str, Any]) -> str:
 
 
 async def may_review(asked: AccessSettings) -> str:
-    """As ``reviews``."""
     server = client.ApiServer(asked)
     what = "admin.api.kubernetes"
     try:
