@@ -340,10 +340,6 @@ class Intent:
     # In the order in which they are begun.
     requests: Sequence[Asking] = ()
 
-    @property
-    def singular(self) -> str:
-        return self.kind.lower()
-
 
 @dataclass(frozen=True)
 class Report:

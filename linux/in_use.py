@@ -324,7 +324,7 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
                 return f"{text} {path}"
         for line in Path(f"{base}/maps").read_bytes().split(b"\n"):
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and _is_device(fields[3], wanted.device):
+            if len(fields) == 6 and fields[3] == b"%02x:%02x" % wanted.device:
                 path = os.fsdecode(fields[5])
                 for inside_tree in (path, *_below_mounts(path, wanted, shown)):
                     if wanted.has(inside_tree, int(fields[4])):
@@ -332,11 +332,6 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
     except OSError:
         pass  # just ended
     return ""
-
-
-def _is_device(field: bytes, device: tuple[int, int]) -> bool:
-    major, _, minor = field.partition(b":")
-    return (int(major, 16), int(minor, 16)) == device
 
 
 def _below_mounts(path: str, wanted: _Tree, shown: Sequence[mountinfo.Mount]) -> list[str]:

@@ -29,6 +29,7 @@ from aiohttp import http_exceptions, web
 
 import kit.errors
 import kit.findings
+import kit.tasks
 from kit.room import Role
 from nodeagent.api import access, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
@@ -104,8 +105,7 @@ class _Listener:
         try:
             yield
         finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
+            await kit.tasks.end(accepting)
             self._socket.close()
             for handshake in self._handshakes:
                 handshake.cancel()

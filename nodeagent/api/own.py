@@ -65,11 +65,8 @@ class Own:
         accept, encodings = (
             ",".join(request.headers.getall(name, [])) for name in ("Accept", "Accept-Encoding")
         )
-        text = self._figures.text(accept, encodings)
-        headers = {"Content-Type": text.content_type, "Vary": "Accept, Accept-Encoding"}
-        if text.zipped:
-            headers["Content-Encoding"] = "gzip"
-        return web.Response(body=text.body, headers=headers)
+        headers, body = self._figures.text(accept, encodings)
+        return web.Response(body=body, headers=headers)
 
     async def _healthz(self, _: web.Request) -> web.Response:
         """200 while the process's own loop runs: a stuck one answers nothing.

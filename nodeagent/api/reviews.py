@@ -73,7 +73,9 @@ class Reviews:
         self._node = here.name
         self._trouble = "", 0.0  # of the latest question, and when
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
-            MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
+            MOST_ANSWERS,
+            ttu=lambda _, it, now: now + (ADMITTED_SECONDS if it.role else REFUSED_SECONDS),
+            timer=time.monotonic,
         )
         self._good: cachetools.TTLCache[bytes, str] = cachetools.TTLCache(
             MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
@@ -82,10 +84,6 @@ class Reviews:
         self._of_all = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
         self._of_known = access.Rate(KNOWN_PER_SECOND, KNOWN_AT_ONCE)
         self._of_one = access.Rate(QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE)
-
-    @staticmethod
-    def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
-        return now + (REFUSED_SECONDS if caller.role is None else ADMITTED_SECONDS)
 
     async def caller(self, token: str, peer: str) -> access.Caller:
         """Whose token it is. ReviewError when that cannot be known now."""
