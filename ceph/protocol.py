@@ -166,15 +166,12 @@ class Lock(Watcher):
 
 
 @dataclass(frozen=True)
-class ImageView:
+class ImageView(ImageName):
     """One image as the cluster sees it.
 
     Readers leave no watcher: an image without watchers may still be in use.
     """
 
-    pool: str
-    namespace: str
-    name: str
     features: int = 0
     watchers: tuple[Watcher, ...] = ()
     locks: tuple[Lock, ...] = ()
