@@ -31,9 +31,8 @@ import kit.errors
 import kit.findings
 import kit.tasks
 from kit.room import Role
-from nodeagent.api import access, reviews, rotation, server
+from nodeagent.api import access, own, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
-from nodeagent.shown import overview
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")
@@ -398,14 +397,14 @@ async def serving(state: State) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
-        held = overview.HeldOverview(state)
-        app = server.application(state, door, held)
+        process = own.Own(state)
+        app = server.application(state, door, process)
         listeners = [_Listener("socket", app, listening)]
         if admin.metrics is not None:
             host, _ = address(admin.metrics)
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
-            app = server.metrics_application(state, hosts, with_page=local, held=held)
+            app = server.metrics_application(state, hosts, local, process)
             listening = await _bind_tcp("admin.metrics", admin.metrics)
             stack.callback(listening.close)
             listeners.append(_Listener("metrics", app, listening))
@@ -425,7 +424,7 @@ async def serving(state: State) -> AsyncIterator[None]:
             await stack.enter_async_context(rotation.following(state, files, also))
             # Its streams are counted apart: callers over the network take no place from root.
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
-            app = server.application(state, door, held)
+            app = server.application(state, door, process)
             try:
                 listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             except kit.errors.HostError as error:
