@@ -16,7 +16,7 @@ from typing import Any
 import kit.errors
 
 LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
-LARGEST_SMALL = 2**20  # bytes of a file of settings, certificates or logins
+LARGEST_SMALL = 2**20  # bytes of a file of settings, certificates or logins (a ConfigMap)
 
 
 @contextlib.contextmanager

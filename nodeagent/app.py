@@ -15,7 +15,7 @@ import contextlib
 import errno
 import itertools
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,6 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         ) from error
     with kit.files.closing(descriptor):
         yield
-
-
-def _unapplied(setting: str) -> kit.findings.Finding:
-    return kit.findings.Finding(
-        id=f"needs-restart/{setting}",
-        rule="needs-restart",
-        severity=kit.findings.Severity.WARNING,
-        subject=setting,
-        message=f"{setting}: the settings file has changed it, and the value of before is in force",
-        advice="restart the agent, or undo the change; jobs do not notice a restart",
-    )
 
 
 def _unusable(problem: str) -> kit.findings.Finding:
@@ -114,8 +103,7 @@ class Agent:
             loop.add_signal_handler(number, self._stopping.set)
         with _only_one(self.state.settings.state_dir):
             self._supervisors = [
-                supervisor.Supervisor(self.state, each, self._note_refused)
-                for each in self.state.running
+                supervisor.Supervisor(self.state, each) for each in self.state.running
             ]
             async with watchdog.watching(), listeners.serving(self.state):
                 try:
@@ -162,16 +150,6 @@ class Agent:
             admin=str(self.state.settings.admin.socket),
             metrics=self.state.settings.admin.metrics,
         )
-
-    def _note_refused(self, name: str, refused: Sequence[str]) -> None:
-        others = [r for r in self.state.refused if not r.startswith(f"{name}.")]
-        self._refuse(others + [f"{name}.{r}" for r in refused])
-
-    def _refuse(self, names: Sequence[str]) -> None:
-        """Say which changed settings are not in force. What a door no longer should admit is one
-        of them, so a list in /readyz is not enough."""
-        self.state.refused = list(names)
-        self.state.findings.report("settings", [_unapplied(name) for name in names])
 
     async def _keep(self) -> None:
         if self._last_good is None or self.state.config_error or self._data is None:
@@ -239,7 +217,7 @@ class Agent:
                 keep[name] = getattr(self.state.settings, name)
         # Rooms go on with the name and the cluster that are in force, as the process does.
         self.state.settings = new.model_copy(update=keep).placed()
-        self._refuse([r for r in self.state.refused if "." in r] + refused)
+        self.state.refuse([r for r in self.state.refused if "." in r] + refused)
         log.info("settings reloaded", needs_restart=refused)
         for each in self._supervisors:
             each.wake()

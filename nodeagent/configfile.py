@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # a client of the API looks for the socket alone (``glean``):
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
-LARGEST_FILE = 2**20  # bytes; a ConfigMap has no more
 MOST_MISTAKES = 20  # that an error names
 LONGEST_MISTAKE = 1000  # characters of it
 LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
@@ -51,7 +50,7 @@ def load(path: Path, data: bytes | None = None) -> "Settings":
     """The settings in ``path``, or in ``data``, which ``look`` gave of it. SettingsError names the
     file, the line, the cause and a remedy."""
     try:
-        text = (read(path) if data is None else data).decode("utf-8")
+        text = (kit.files.read_small(path) if data is None else data).decode("utf-8")
     except FileNotFoundError as error:
         raise kit.errors.SettingsError(
             str(path),
@@ -70,11 +69,6 @@ def load(path: Path, data: bytes | None = None) -> "Settings":
             str(path), f"cannot be read ({why})", "make it a file that this user may read"
         ) from error
     return parse(text, str(path))
-
-
-def read(path: Path) -> bytes:
-    """OSError, also when there is more in it than settings can be."""
-    return kit.files.read_small(path, LARGEST_FILE)
 
 
 async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]:
@@ -97,7 +91,7 @@ async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]
 def look(path: Path) -> bytes | None:
     """None: there is no such file, or none that can be read."""
     try:
-        return read(path)
+        return kit.files.read_small(path)
     except OSError:
         return None
 
@@ -153,7 +147,7 @@ class Gleaned:
 
 def glean(path: Path) -> Gleaned:
     try:
-        text = read(path).decode("utf-8").replace("\r\n", "\n")
+        text = kit.files.read_small(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError):
         return Gleaned()
     try:

@@ -405,8 +405,7 @@ async def serving(state: State) -> AsyncIterator[None]:
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
             app = server.metrics_application(state, hosts, local, process)
-            listening = await _bind_tcp("admin.metrics", admin.metrics)
-            stack.callback(listening.close)
+            listening = stack.enter_context(await _bind_tcp("admin.metrics", admin.metrics))
             listeners.append(_Listener("metrics", app, listening))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
@@ -426,7 +425,9 @@ async def serving(state: State) -> AsyncIterator[None]:
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
             app = server.application(state, door, process)
             try:
-                listening = await _bind_tcp("admin.api.listen", admin.api.listen)
+                listening = stack.enter_context(
+                    await _bind_tcp("admin.api.listen", admin.api.listen)
+                )
             except kit.errors.HostError as error:
                 _note_shut(state, error)
             else:
