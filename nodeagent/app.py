@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 import kit.child
 import kit.errors
 import kit.files
 import kit.findings
 import kit.tasks
-from kit.metrics import gauge
 from linux import nvml
 from nodeagent import configfile, events, gpus, memory, state, supervisor, watchdog
 from nodeagent.api import listeners
@@ -186,8 +185,11 @@ class Agent:
         self.state.findings.report("settings-file", [_unusable(problem)] if problem else [])
 
     def _figures(self) -> Iterable[Metric]:
-        text = "1 while the settings file's latest content is in force, 0 while it cannot be used."
-        yield gauge("settings_in_force", text, 0.0 if self.state.config_error else 1.0)
+        yield GaugeMetricFamily(
+            "nodeagent_settings_in_force",
+            "1 while the settings file's latest content is in force, 0 while it cannot be used.",
+            value=0.0 if self.state.config_error else 1.0,
+        )
 
     def _merged(self) -> Settings:
         """The settings file with what objects of the cluster add."""

@@ -180,10 +180,8 @@ def document() -> str:
     lines += ["", "## Where to run commands", ""]
     for command, where in PLACES:
         lines += _wrapped(f"* {command}: {where}")
-    alerts = [each for each in every if each.name[:1].isupper()]
-    findings = [each for each in every if each not in alerts]
-    lines += ["", "## Findings", "", *_section(findings, known)]
-    lines += ["## Alerts", "", *_section(alerts, known)]
+    lines += ["", "## Findings", "", *_section((e for e in every if not e.is_alert), known)]
+    lines += ["## Alerts", "", *_section((e for e in every if e.is_alert), known)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

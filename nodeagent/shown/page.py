@@ -379,6 +379,10 @@ class RunbookEntry:
     severity: str = ""
     group: str = ""  # the heading it stands under
 
+    @property
+    def is_alert(self) -> bool:
+        return self.name[:1].isupper()
+
 
 @functools.lru_cache(maxsize=1)
 def runbook_entries() -> Sequence[RunbookEntry]:
