@@ -161,11 +161,6 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Lock(Watcher):
-    cookie: str
-
-
-@dataclass(frozen=True)
 class ImageView(ImageName):
     """One image as the cluster sees it.
 
@@ -174,7 +169,7 @@ class ImageView(ImageName):
 
     features: int = 0
     watchers: tuple[Watcher, ...] = ()
-    locks: tuple[Lock, ...] = ()
+    locks: tuple[Watcher, ...] = ()  # those who hold one
     mirrored: bool = False  # rbd-mirror copies it, or copies to it
     error: str = ""  # why it could not be asked
 

@@ -252,8 +252,8 @@ class _Connection:
                             for watcher in image.watchers_list()
                         ),
                         locks=tuple(
-                            protocol.Lock(owner.replace("client.", "client"), address, cookie)
-                            for owner, cookie, address in lockers.get("lockers", [])
+                            protocol.Watcher(owner.replace("client.", "client"), address)
+                            for owner, _, address in lockers.get("lockers", [])
                         ),
                     )
         except (rados.Error, rbd.Error) as error:
