@@ -319,10 +319,8 @@ def _diffed(image: Any, start: int, size: int) -> tuple[int, int] | None:
             found.append((offset, length))
             raise _Found
 
-    try:
+    with contextlib.suppress(_Found):
         image.diff_iterate(start, size - start, None, note, True, True)
-    except _Found:
-        pass
     return found[0] if found else None
 
 

@@ -268,7 +268,7 @@ def warm(
     try:
         cluster.annotate(DATASETS, dataset, WARM, value)
     except kit.errors.NotFoundError as error:
-        raise _no_dataset(cluster, dataset, error) from error
+        raise _no_dataset(cluster, dataset) from error
     terminal.say(f"dataset {dataset}: its nodes are asked to fill it ({WARM}={value})")
     if not wait:
         return
@@ -303,9 +303,7 @@ class _Failed(kit.errors.AgentError):
     exit_code = 11
 
 
-def _no_dataset(
-    cluster: "server.FleetServer", dataset: str, error: kit.errors.NotFoundError
-) -> kit.errors.AgentError:
+def _no_dataset(cluster: "server.FleetServer", dataset: str) -> kit.errors.AgentError:
     from fleet import server
 
     fleet = _fleet(cluster, None)  # says it, too, when the cluster has no such kinds

@@ -30,6 +30,7 @@ from aiohttp import http_exceptions, web
 import kit.errors
 import kit.findings
 import kit.tasks
+from kit.pause import Bucket
 from kit.room import Role
 from nodeagent.api import access, own, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
@@ -73,7 +74,7 @@ class _Listener:
         self._tls = tls
         self._busy: set[Any] = set()  # connections with a request
         self._idle: dict[Any, None] = {}  # those without, the longest idle first
-        self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
+        self._handshake_rate = Bucket(HANDSHAKES_PER_SECOND, HANDSHAKES_PER_SECOND)
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
         app.middlewares.insert(0, self._note_idle)
         self._runner = web.AppRunner(
@@ -115,7 +116,7 @@ class _Listener:
         while True:
             # A socket with waiting connections gives one at once: others have their turn between.
             await asyncio.sleep(0)
-            if self._tls is not None and not self._handshake_rate.admits(""):
+            if self._tls is not None and not self._handshake_rate.take():
                 await asyncio.sleep(1 / HANDSHAKES_PER_SECOND)
             try:
                 connection, _ = await loop.sock_accept(self._socket)

@@ -21,6 +21,7 @@ import structlog
 
 import kit.findings
 import kit.tasks
+from kit.pause import Bucket
 from kit.room import Role
 from kube import client
 from kube.settings import ThisNode
@@ -81,7 +82,7 @@ class Reviews:
             MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
-        self._of_all = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+        self._of_all = Bucket(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
         self._of_known = access.Rate(KNOWN_PER_SECOND, KNOWN_AT_ONCE)
         self._of_one = access.Rate(QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE)
 
@@ -104,9 +105,10 @@ class Reviews:
         if sum((each in self._good) is known for each in self._asking) >= MOST_AT_ONCE:
             return False
         if known:
-            return self._of_known.admits(key.hex())
+            return self._of_known.of(key.hex()).take()
         # Neither rate pays when the other one refuses.
-        return self._of_one.has(at) and self._of_all.admits("") and self._of_one.admits(at)
+        one = self._of_one.of(at)
+        return one.level >= 1 and self._of_all.take() and one.take()
 
     def _end(self, key: bytes, at: str, done: asyncio.Task[access.Caller]) -> None:
         self._asking.pop(key, None)
@@ -120,8 +122,8 @@ class Reviews:
         if len(others) >= MOST_OF_OWNER:  # or one who makes tokens would push all others out
             del self._good[others[0]]
         elif key not in self._good:  # whoever is admitted has used up nothing
-            self._of_one.give_back(at)
-            self._of_all.give_back("")
+            self._of_one.of(at).give_back()
+            self._of_all.give_back()
         self._good[key] = owner
 
     def finding(self) -> kit.findings.Finding | None:

@@ -218,7 +218,7 @@ class _Guard:
 
     async def _wait(self, kind: str) -> None:
         """Callers of one kind do not wait for those of another."""
-        if not self._pace.admits(kind):
+        if not self._pace.of(kind).take():
             await asyncio.sleep(WAIT_SECONDS)
 
     def _check(self, request: web.Request, caller: access.Caller, needed: Role) -> None:
@@ -237,7 +237,7 @@ class _Guard:
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         # Before the role: calls that a caller may not make cost as much as others.
-        if needed is not Role.READ and not self._changes.admits(caller.key):
+        if needed is not Role.READ and not self._changes.of(caller.key).take():
             raise web.HTTPTooManyRequests(
                 reason="too many changing calls", headers={"Retry-After": "1"}
             )
