@@ -91,8 +91,20 @@ class Targets:
     """What is mounted at targets here, and where processes see it."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        self._places = _Places(targets)
         self._tables: dict[tuple[int, str], _Held] = {}
+        table = mountinfo.read()
+        self.mounted: dict[mountinfo.Place, str] = {}
+        self.handed_out: dict[mountinfo.Place, str] = {}  # directories pods are given
+        tops = {mount.target: mount for mount in table}  # the last one lies on top
+        wanted = set(targets)
+        for mount in table:
+            if mount.target in wanted:
+                self.mounted[mount.device, mount.root] = mount.target
+        for target in set(self.mounted.values()):
+            parent = os.path.dirname(target)
+            over = next((tops[each] for each in _upwards(parent) if each in tops), None)
+            if over is not None:
+                self.handed_out[over.below(parent)] = target
 
     def of(self, pid: int, path: str) -> tuple[str, str]:
         """The target that shows ``path``, which a process opened, and what lies below it there.
@@ -113,27 +125,8 @@ class Targets:
         first = key not in self._tables
         if first:
             table = mountinfo.of(pid)
-            self._tables[key] = _Held(self._places, table, *key)
+            self._tables[key] = _Held(self, table, *key)
         return self._tables[key], first
-
-
-class _Places:
-    """What is mounted at targets, as device and path within its file system."""
-
-    def __init__(self, targets: Sequence[str]) -> None:
-        table = mountinfo.read()
-        self.mounted: dict[mountinfo.Place, str] = {}
-        self.handed_out: dict[mountinfo.Place, str] = {}  # directories pods are given
-        tops = {mount.target: mount for mount in table}  # the last one lies on top
-        wanted = set(targets)
-        for mount in table:
-            if mount.target in wanted:
-                self.mounted[mount.device, mount.root] = mount.target
-        for target in set(self.mounted.values()):
-            parent = os.path.dirname(target)
-            over = next((tops[each] for each in _upwards(parent) if each in tops), None)
-            if over is not None:
-                self.handed_out[over.below(parent)] = target
 
     def shown_by(self, mount: mountinfo.Mount) -> tuple[str, str]:
         """The target that ``mount`` shows, and which part of it; twice '' for another mount."""
@@ -148,11 +141,11 @@ class _Held:
     """What a mount table has of targets. ``kept``: what unmounting here leaves there, and how."""
 
     def __init__(
-        self, places: _Places, table: Sequence[mountinfo.Mount], namespace: int, root: str
+        self, targets: Targets, table: Sequence[mountinfo.Mount], namespace: int, root: str
     ) -> None:
         """``root``: of the processes, as our /proc shows it."""
         self.namespace, self._root = namespace, root
-        pairs = ((mount, *places.shown_by(mount)) for mount in table)
+        pairs = ((mount, *targets.shown_by(mount)) for mount in table)
         parts = [each for each in pairs if each[1]]
         shown = [(mount, target) for mount, target, _ in parts]
         self.by_id = {mount.mount_id: target for mount, target in shown}
@@ -160,7 +153,7 @@ class _Held:
         given = [
             (target, f"its pod was given the dataset at {mount.target}")
             for mount in table
-            if (target := places.handed_out.get((mount.device, mount.root), ""))
+            if (target := targets.handed_out.get((mount.device, mount.root), ""))
         ]
         copies = [
             (target, f"its mount namespace has a private copy at {mount.target}")
