@@ -1,12 +1,9 @@
 """The agent of one node, reached through its pod: commands of it, and its support bundle."""
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import websocket
@@ -149,7 +146,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
     """The node's support bundle, written to ``target``, which its owner alone may read. Gives its
     size, and what the agent says beside it. Nothing stays when it fails."""
     size, said = 0, bytearray()
-    with _new(target) as descriptor:
+    with kit.files.new(target, "-o") as file:
 
         def out(data: bytes) -> None:
             nonlocal size
@@ -157,7 +154,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
             if size > LARGEST_BUNDLE:
                 most = kit.units.format_size(LARGEST_BUNDLE)
                 raise kit.errors.RefusedError(str(target), f"the bundle is above {most}", "")
-            descriptor.write(data)
+            file.write(data)
 
         def err(data: bytes) -> None:
             said.extend(data[: LONGEST_SAID - len(said)])
@@ -170,15 +167,3 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
                 pod.title, f"its support bundle failed (exit code {code}): {text}", ""
             )
     return size, text
-
-
-@contextlib.contextmanager
-def _new(target: Path) -> Iterator[IO[bytes]]:
-    """A file that is new, and gone again when the block fails. RefusedError, HostError."""
-    descriptor = kit.files.new(target, "-o")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-    except BaseException:
-        target.unlink()
-        raise

@@ -233,9 +233,7 @@ class Follower:
     @property
     def leaving(self) -> dict[intent.Key, str]:
         """What is not given up yet, and what it waits for. "": nothing, it is about to go."""
-        kept = {found.kind for _, found in kinds.intents() if found.release is None}
-        found = (key for key in sorted(self._known.releasing) if key[0] not in kept)
-        return {key: self._waits.get(key, "") for key in found}
+        return {key: self._waits.get(key, "") for key in sorted(self._known.releasing)}
 
     @property
     def epoch(self) -> int:

@@ -10,7 +10,6 @@ import asyncio
 import importlib.metadata
 import io
 import json
-import os
 import platform
 import re
 import sys
@@ -241,6 +240,5 @@ def _write(target: Path, data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    descriptor = kit.files.new(target, "--file")
-    with os.fdopen(descriptor, "wb") as file:
+    with kit.files.new(target, "--file") as file:
         file.write(data)
