@@ -159,7 +159,7 @@ class Reviews:
 
     async def _review(self, token: str, server: client.ApiServer) -> access.Caller:
         asked = {"token": token, **({"audiences": list(a)} if (a := self._asked.audiences) else {})}
-        status = await self._post(server, "authentication.k8s.io", "TokenReview", asked)
+        status = await post(server, "authentication.k8s.io", "TokenReview", asked)
         if status.get("authenticated") is not True or (
             self._asked.audiences and not set(self._asked.audiences) & set(status["audiences"])
         ):
@@ -181,16 +181,18 @@ class Reviews:
                 "verb": str(role),
             },
         }
-        status = await self._post(server, "authorization.k8s.io", "SubjectAccessReview", asked)
+        status = await post(server, "authorization.k8s.io", "SubjectAccessReview", asked)
         return status.get("allowed") is True and not status.get("denied")
 
-    async def _post(
-        self, server: client.ApiServer, group: str, kind: str, spec: dict[str, Any]
-    ) -> dict[str, Any]:
-        body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
-        path = f"/apis/{group}/v1/{kind.lower()}s"
-        found = await server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
-        status = found["status"]
-        if not isinstance(status, dict):
-            raise ValueError(f"{kind}: the answer has no status")
-        return status
+
+async def post(
+    server: client.ApiServer, group: str, kind: str, spec: dict[str, Any]
+) -> dict[str, Any]:
+    """The status of the answer. KubeError; ValueError, LookupError, TypeError for a strange one."""
+    body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
+    path = f"/apis/{group}/v1/{kind.lower()}s"
+    found = await server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
+    status = found["status"]
+    if not isinstance(status, dict):
+        raise ValueError(f"{kind}: the answer has no status")
+    return status
