@@ -97,13 +97,11 @@ class _Connection:
                 f"its settings now lead to another cluster, {self._fsid} instead of {request.fsid}",
                 "correct them, or restart the agent if that is meant",
             )
-        content, view = None, None
-        if request.content is not None:
-            content = self._content(request.content)
+        asked = request.view
+        content = None if request.content is None else self._content(request.content)
+        view = None if asked is None else self._view(asked.images, asked.wide)
         if request.change is not None:
             self._set_metadata(request.change)
-        if request.view is not None:
-            view = self._view(request.view.images, request.view.wide)
         return protocol.Answer(self._fsid, content, view)
 
     # --- one image, by its ids
