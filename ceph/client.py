@@ -13,19 +13,7 @@ import structlog
 import kit.errors
 import kit.line_worker
 import kit.pause
-from ceph.protocol import (
-    Answer,
-    CephCredentials,
-    ClusterView,
-    ContentQuestion,
-    Extents,
-    ImageContent,
-    ImageId,
-    ImageName,
-    MetadataChange,
-    Request,
-    ViewQuestion,
-)
+from ceph import protocol
 from ceph.settings import ClusterSettings
 
 log = structlog.get_logger("ceph")
@@ -51,7 +39,7 @@ class ClusterClient:
         self.settings = settings
         self.fsid = ""  # known after the first answer
         self._deadline = deadline
-        self._credentials = CephCredentials(
+        self._credentials = protocol.CephCredentials(
             cluster=settings.name,
             monitors=settings.monitors,
             conf=str(settings.conf or ""),
@@ -61,7 +49,7 @@ class ClusterClient:
         )
         self._worker = kit.line_worker.LineWorker(
             "ceph.worker:main",
-            Answer,
+            protocol.Answer,
             about=f"cluster {settings.name}",
             largest=_LARGEST_ANSWER,
             idle=IDLE_SECONDS,
@@ -75,33 +63,34 @@ class ClusterClient:
         return self._worker.failures
 
     async def connect(self) -> str:
-        """The cluster's fsid."""
         return (await self._ask()).fsid
 
     async def content(
-        self, image: ImageId, metadata_key: str, extents: Extents | None = None
-    ) -> ImageContent:
+        self, image: protocol.ImageId, metadata_key: str, extents: protocol.Extents | None = None
+    ) -> protocol.ImageContent:
         """A metadata entry of an image and, with ``extents``, whether any data was written."""
-        answer = await self._ask(content=ContentQuestion(image, metadata_key, extents))
+        answer = await self._ask(content=protocol.ContentQuestion(image, metadata_key, extents))
         assert answer.content is not None
         return answer.content
 
-    async def set_metadata(self, image: ImageId, metadata_key: str, value: str) -> None:
-        await self._ask(change=MetadataChange(image, metadata_key, value))
+    async def set_metadata(self, image: protocol.ImageId, metadata_key: str, value: str) -> None:
+        await self._ask(change=protocol.MetadataChange(image, metadata_key, value))
 
-    async def view(self, images: Iterable[ImageName], *, wide: bool = True) -> ClusterView:
+    async def view(
+        self, images: Iterable[protocol.ImageName], *, wide: bool = True
+    ) -> protocol.ClusterView:
         """State of the cluster and of these images. What the key may not ask is a gap in it."""
-        answer = await self._ask(view=ViewQuestion(tuple(images), wide))
+        answer = await self._ask(view=protocol.ViewQuestion(tuple(images), wide))
         assert answer.view is not None
         return answer.view
 
     async def _ask(
         self,
-        content: ContentQuestion | None = None,
-        change: MetadataChange | None = None,
-        view: ViewQuestion | None = None,
-    ) -> Answer:
-        request = Request(self._credentials, self.fsid, content, change, view)
+        content: protocol.ContentQuestion | None = None,
+        change: protocol.MetadataChange | None = None,
+        view: protocol.ViewQuestion | None = None,
+    ) -> protocol.Answer:
+        request = protocol.Request(self._credentials, self.fsid, content, change, view)
         try:
             answer = await self._worker.ask(request, self._deadline)
         except (kit.errors.NotFoundError, kit.errors.RefusedError):

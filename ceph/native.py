@@ -118,8 +118,6 @@ def _checked(result: int, what: str) -> int:
 
 
 class Listing:
-    """Directories of a snapshot by libcephfs."""
-
     def __init__(self, access: Access) -> None:
         """Connects. OSError when the cluster does not answer or refuses the user."""
         self._lib = _library()

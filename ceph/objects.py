@@ -143,14 +143,7 @@ class Unread(NamedTuple, Generic[FileT]):
     unreachable: Sequence[FileT]  # no answer within OBJECT_SECONDS
 
 
-class _Pending(NamedTuple):
-    item: Any
-    since: float  # monotonic
-
-
 class Reader:
-    """Objects of snapshots by librados, several in flight."""
-
     def __init__(self, access: Access) -> None:
         """Connects. OSError when the cluster does not answer or refuses the user."""
         import rados  # here: librados takes 16 MiB, which processes without a reader save
@@ -230,7 +223,8 @@ class _Read(Generic[FileT]):
         self._each = each
         self._waiting = waiting
         self._patient = patient
-        self._pending: dict[int, _Pending] = {}  # a callback whose number is gone does nothing
+        # Items, and when they were asked for; a callback whose number is gone does nothing.
+        self._pending: dict[int, tuple[FileT, float]] = {}
         self._ending = threading.Lock()  # held while a callback works
         self._free = threading.Semaphore(0)
         self._errors: list[BaseException] = []
@@ -249,7 +243,7 @@ class _Read(Generic[FileT]):
                 if not self._slot(deadline) or self._errors or time.monotonic() >= deadline:
                     break
                 asked += 1
-                self._pending[number] = _Pending(item, time.monotonic())
+                self._pending[number] = item, time.monotonic()
                 number_of, offset = (item.number, item.offset) if isinstance(item, Part) else (0, 0)
                 self._objects.aio_read(
                     f"{item.ino:x}.{number_of:08x}", item.size, offset, self._finished(number)
@@ -300,7 +294,7 @@ class _Read(Generic[FileT]):
                 self._reader.answered(None if gave_up else time.monotonic() - began)
                 if found is None:
                     return
-                item = found.item
+                item, _ = found
                 try:
                     if self._errors:
                         return

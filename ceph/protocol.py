@@ -36,7 +36,6 @@ class ImageAccess:
 
     @property
     def spec(self) -> str:
-        """As the rbd command takes it."""
         middle = f"{self.namespace}/" if self.namespace else ""
         return f"{self.pool}/{middle}{self.image}@{self.snapshot}"
 
@@ -92,8 +91,6 @@ class ImageId:
 
 @dataclass(frozen=True, order=True)
 class ImageName:
-    """An RBD image by its names."""
-
     pool: str
     namespace: str
     name: str
@@ -120,8 +117,6 @@ class ContentQuestion:
 
 @dataclass(frozen=True)
 class MetadataChange:
-    """Set a metadata entry of the image."""
-
     image: ImageId
     metadata_key: str
     value: str
@@ -166,25 +161,15 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Lock:
-    client: str
-    address: str
-    cookie: str
-
-
-@dataclass(frozen=True)
-class ImageView:
+class ImageView(ImageName):
     """One image as the cluster sees it.
 
     Readers leave no watcher: an image without watchers may still be in use.
     """
 
-    pool: str
-    namespace: str
-    name: str
     features: int = 0
     watchers: tuple[Watcher, ...] = ()
-    locks: tuple[Lock, ...] = ()
+    locks: tuple[Watcher, ...] = ()  # those who hold one
     mirrored: bool = False  # rbd-mirror copies it, or copies to it
     error: str = ""  # why it could not be asked
 
@@ -223,8 +208,6 @@ def refusal(command: str) -> str:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """One cluster at one moment."""
-
     name: str
     taken: float  # Unix time
     fsid: str

@@ -24,25 +24,7 @@ from typing import Any
 
 import kit.errors
 import kit.line_worker
-from ceph import secrets
-from ceph.protocol import (
-    WIDE,
-    Answer,
-    CephCredentials,
-    ClusterView,
-    ContentQuestion,
-    Extents,
-    FeatureGroup,
-    ImageContent,
-    ImageId,
-    ImageName,
-    ImageView,
-    Lock,
-    MetadataChange,
-    Request,
-    VersionCount,
-    Watcher,
-)
+from ceph import protocol, secrets
 
 try:
     import rados
@@ -57,18 +39,17 @@ _CLIENT_VERSION_SECONDS = 5
 
 
 def main() -> None:
-    """Answer requests until the agent closes the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # librados writes its log there
     open_now: list[_Connection] = []
 
-    def handle(request: Request) -> Answer:
+    def handle(request: protocol.Request) -> protocol.Answer:
         if open_now and open_now[0].credentials != request.credentials:
             open_now.pop().close()
         if not open_now:
             open_now.append(_Connection(request.credentials))
         return open_now[0].answer(request)
 
-    kit.line_worker.serve(Request, handle)
+    kit.line_worker.serve(protocol.Request, handle)
 
 
 class _Found(Exception):
@@ -76,7 +57,7 @@ class _Found(Exception):
 
 
 class _Connection:
-    def __init__(self, credentials: CephCredentials) -> None:
+    def __init__(self, credentials: protocol.CephCredentials) -> None:
         """SourceError when the cluster does not answer or refuses the user."""
         if rados is None:
             raise kit.errors.HostError(
@@ -109,26 +90,24 @@ class _Connection:
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: protocol.Request) -> protocol.Answer:
         if request.fsid not in ("", self._fsid):
             raise kit.errors.SourceError(
                 self._thing,
                 f"its settings now lead to another cluster, {self._fsid} instead of {request.fsid}",
                 "correct them, or restart the agent if that is meant",
             )
-        content, view = None, None
-        if request.content is not None:
-            content = self._content(request.content)
+        asked = request.view
+        content = None if request.content is None else self._content(request.content)
+        view = None if asked is None else self._view(asked.images, asked.wide)
         if request.change is not None:
             self._set_metadata(request.change)
-        if request.view is not None:
-            view = self._view(request.view.images, request.view.wide)
-        return Answer(self._fsid, content, view)
+        return protocol.Answer(self._fsid, content, view)
 
     # --- one image, by its ids
 
     @contextlib.contextmanager
-    def _image(self, image: ImageId) -> Iterator[Any]:
+    def _image(self, image: protocol.ImageId) -> Iterator[Any]:
         """The image's pool and namespace; errors of the bindings as errors of ours."""
         thing = f"image {image.image_id} in pool {image.pool_id} of {self._thing}"
         try:
@@ -148,16 +127,18 @@ class _Connection:
                 thing, f"{type(error).__name__}: {error}", "it is tried again"
             ) from error
 
-    def _content(self, question: ContentQuestion) -> ImageContent:
+    def _content(self, question: protocol.ContentQuestion) -> protocol.ImageContent:
         with self._image(question.image) as ioctx:
             metadata = self._metadata(ioctx, question.image.image_id, question.metadata_key)
             if question.extents is None:
-                return ImageContent(metadata)
+                return protocol.ImageContent(metadata)
             with rbd.Image(ioctx, image_id=question.image.image_id, read_only=True) as image:
                 extent = self._first_extent(image, question.image, question.extents)
-                return ImageContent(metadata, int(image.size()), extent)
+                return protocol.ImageContent(metadata, int(image.size()), extent)
 
-    def _first_extent(self, image: Any, id: ImageId, where: Extents) -> tuple[int, int] | None:
+    def _first_extent(
+        self, image: Any, id: protocol.ImageId, where: protocol.Extents
+    ) -> tuple[int, int] | None:
         """Offset and length of an allocated extent, of a clone's parent too; None when all is
         empty. An image without object map is looked at in some places only."""
         size, begin, step = int(image.size()), where.start, 1 << int(image.stat()["order"])
@@ -194,7 +175,7 @@ class _Connection:
         (size,) = struct.unpack_from("<I", raw, 0)
         return bytes(raw[4 : 4 + size]).decode()
 
-    def _set_metadata(self, change: MetadataChange) -> None:
+    def _set_metadata(self, change: protocol.MetadataChange) -> None:
         header = f"rbd_header.{change.image.image_id}"
         pairs = struct.pack("<I", 1) + _encoded(change.metadata_key) + _encoded(change.value)
         with self._image(change.image) as ioctx:
@@ -203,13 +184,13 @@ class _Connection:
 
     # --- the whole cluster
 
-    def _view(self, images: tuple[ImageName, ...], wide: bool) -> ClusterView:
+    def _view(self, images: tuple[protocol.ImageName, ...], wide: bool) -> protocol.ClusterView:
         denied: list[str] = []
 
         def said(command: str, *, older: str = "") -> bytes:
             """The answer; empty when this key may not ask, or the question is not wide. ``older``:
             the former command."""
-            if command in WIDE and not wide:
+            if command in protocol.WIDE and not wide:
                 return b""
             request = json.dumps({"prefix": command, "format": "json"})
             try:
@@ -233,7 +214,7 @@ class _Connection:
             return json.loads(said(command) or b"{}")
 
         monitors = ask("mon dump").get("mons", [])
-        return ClusterView(
+        return protocol.ClusterView(
             name=self.credentials.cluster,
             taken=time.time(),
             fsid=self._fsid,
@@ -253,28 +234,28 @@ class _Connection:
             denied=tuple(denied),
         )
 
-    def _image_view(self, wanted: ImageName) -> ImageView:
+    def _image_view(self, wanted: protocol.ImageName) -> protocol.ImageView:
         names = wanted.pool, wanted.namespace, wanted.name
         try:
             with self._cluster.open_ioctx(wanted.pool) as ioctx:
                 ioctx.set_namespace(wanted.namespace)
                 with rbd.Image(ioctx, wanted.name, read_only=True) as image:
                     lockers = image.list_lockers() or {}
-                    return ImageView(
+                    return protocol.ImageView(
                         *names,
                         features=image.features(),
                         mirrored=_is_mirrored(image),
                         watchers=tuple(
-                            Watcher(f"client{watcher['id']}", watcher["addr"])
+                            protocol.Watcher(f"client{watcher['id']}", watcher["addr"])
                             for watcher in image.watchers_list()
                         ),
                         locks=tuple(
-                            Lock(owner.replace("client.", "client"), address, cookie)
-                            for owner, cookie, address in lockers.get("lockers", [])
+                            protocol.Watcher(owner.replace("client.", "client"), address)
+                            for owner, _, address in lockers.get("lockers", [])
                         ),
                     )
         except (rados.Error, rbd.Error) as error:
-            return ImageView(*names, error=str(error) or type(error).__name__)
+            return protocol.ImageView(*names, error=str(error) or type(error).__name__)
 
 
 def _encoded(text: str) -> bytes:
@@ -336,25 +317,25 @@ def _diffed(image: Any, start: int, size: int) -> tuple[int, int] | None:
             found.append((offset, length))
             raise _Found
 
-    try:
+    with contextlib.suppress(_Found):
         image.diff_iterate(start, size - start, None, note, True, True)
-    except _Found:
-        pass
     return found[0] if found else None
 
 
-def _versions(kinds: dict[str, dict[str, int]]) -> tuple[VersionCount, ...]:
+def _versions(kinds: dict[str, dict[str, int]]) -> tuple[protocol.VersionCount, ...]:
     return tuple(
-        VersionCount(kind, version, int(count))
+        protocol.VersionCount(kind, version, int(count))
         for kind, counts in kinds.items()
         if kind != "overall"
         for version, count in counts.items()
     )
 
 
-def _features(kinds: dict[str, Any]) -> tuple[FeatureGroup, ...]:
+def _features(kinds: dict[str, Any]) -> tuple[protocol.FeatureGroup, ...]:
     return tuple(
-        FeatureGroup(kind, group["release"], int(str(group["features"]), 16), int(group["num"]))
+        protocol.FeatureGroup(
+            kind, group["release"], int(str(group["features"]), 16), int(group["num"])
+        )
         for kind, groups in kinds.items()
         if isinstance(groups, list)
         for group in groups

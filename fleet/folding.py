@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import kit.findings
 import kit.units
 from fleet import shapes
 
@@ -186,7 +187,6 @@ class Fleet:
                 found.wish = wish
 
     def add_sets(self, wishes: Iterable[shapes.WishObject]) -> None:
-        """ImageSets."""
         for wish in wishes:
             if len(self.sets) < MOST_NAMES:
                 self.sets.append(wish)
@@ -215,7 +215,6 @@ class Fleet:
     # --- what it says
 
     def nodes_by(self) -> dict[str, int]:
-        """How many nodes are how."""
         found = Counter(str(row.wellness) for row in self.rows)
         return {str(each): found[each] for each in Wellness}
 
@@ -224,9 +223,11 @@ class Fleet:
         return min((each for each in found if each is not None), default=None)
 
     def refused(self) -> list[str]:
-        """Objects that a node refuses."""
         wishes = [each.wish for each in self.datasets.values() if each.wish is not None]
         return [w.metadata.name for w in (*wishes, *self.sets) if w.status.nodes.refused]
+
+    def by_severity(self) -> dict[str, int]:
+        return {each: self.severities[each] for each in _RANKS}
 
     @property
     def verdict(self) -> str:
@@ -243,7 +244,7 @@ class Fleet:
             "cluster": cluster,
             "verdict": self.verdict,
             "nodes": {"all": len(self.rows), **self.nodes_by()},
-            "findings": {each: self.severities[each] for each in _RANKS},
+            "findings": self.by_severity(),
             "rules": [vars(each) for each in sorted(self.rules.values(), key=lambda r: r.order)],
             "datasets": datasets_json(self),
             "images": images_json(self),
@@ -287,9 +288,7 @@ def _guard(guard: shapes.ToldGuard | None) -> str:
 
 
 def _example(finding: shapes.ToldFinding) -> str:
-    subject, message = finding.subject, finding.message
-    said = message if message.startswith(subject) else f"{subject}: {message}"
-    return said[:LONGEST_EXAMPLE]
+    return kit.findings.said(finding.subject, finding.message)[:LONGEST_EXAMPLE]
 
 
 def _on(node: str, said: str) -> str:

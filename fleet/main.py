@@ -5,7 +5,6 @@ The Kubernetes client takes most of a second to import, so that ``--help`` does 
 
 import datetime
 import functools
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 # As of 'nodeagent status' (docs/cli.md).
 EXIT_CODES = {"well": 0, "attention": 12, "critical": 13}
-NODE_STORAGES, DATASETS, IMAGE_SETS = "nodestorages", "cacheddatasets", "imagesets"
+DATASETS, IMAGE_SETS = "cacheddatasets", "imagesets"
 EVENTS_NAMESPACE = "default"  # where agents write Events of their Node
 MOST_EVENTS = 200
 WARM = "nodeagent.io/warm"
@@ -61,13 +60,6 @@ def _who(command: Any) -> Any:
     return command
 
 
-output_option = click.option(
-    "-o",
-    "--output",
-    type=click.Choice(["table", "wide", "json", "yaml"]),
-    default="table",
-    help="A table (the default), one with more columns and nothing cut, JSON or YAML.",
-)
 selector_option = click.option(
     "-l", "--selector", metavar="LABELS", help="Only Nodes with these labels, as for kubectl."
 )
@@ -124,63 +116,65 @@ def _namespace() -> str | None:
 
 @command
 @selector_option
-@output_option
-def status(cluster: "server.FleetServer", selector: str | None, output: str) -> None:
+@terminal.output_option
+def status(cluster: "server.FleetServer", selector: str | None, output: str | None) -> None:
     """Say on one screen how all nodes are. Ends with 0 when all are well, 12 when somebody should
     look, 13 when somebody must look now."""
     from fleet import tables
 
     fleet = _fleet(cluster, selector)
     about = f"{cluster.address}, context {cluster.context}"
-    made = fleet.as_json(cluster.address)
-    _show(made, lambda width: tables.status(fleet, about, width), output)
+    _show(
+        fleet.as_json(cluster.address),
+        lambda width, _: tables.status(fleet, about, width),
+        output,
+    )
     sys.exit(EXIT_CODES[fleet.verdict])
 
 
 @command
 @selector_option
-@output_option
-def nodes(cluster: "server.FleetServer", selector: str | None, output: str) -> None:
+@terminal.output_option
+def nodes(cluster: "server.FleetServer", selector: str | None, output: str | None) -> None:
     """List the nodes, the worst first."""
     from fleet import folding, tables
 
     fleet = _fleet(cluster, selector)
-    wide = output == "wide"
-    _show(folding.nodes_json(fleet), lambda width: tables.nodes(fleet, width, wide=wide), output)
+    _show(folding.nodes_json(fleet), functools.partial(tables.nodes, fleet), output)
 
 
 @command
 @selector_option
-@output_option
-def datasets(cluster: "server.FleetServer", selector: str | None, output: str) -> None:
+@terminal.output_option
+def datasets(cluster: "server.FleetServer", selector: str | None, output: str | None) -> None:
     """List the datasets, with how many nodes have all of each; incomplete ones first."""
     from fleet import folding, tables
 
     fleet = _fleet(cluster, selector)
-    wide, made = output == "wide", folding.datasets_json(fleet)
-    _show(made, lambda width: tables.datasets(fleet, width, wide=wide), output)
+    _show(folding.datasets_json(fleet), functools.partial(tables.datasets, fleet), output)
 
 
 @command
 @selector_option
-@output_option
-def images(cluster: "server.FleetServer", selector: str | None, output: str) -> None:
+@terminal.output_option
+def images(cluster: "server.FleetServer", selector: str | None, output: str | None) -> None:
     """List the images, with how many nodes have each, and the ImageSets."""
     from fleet import folding, tables
 
     fleet = _fleet(cluster, selector)
-    wide = output == "wide"
     made = {"images": folding.images_json(fleet), "image_sets": folding.sets_json(fleet)}
-    _show(made, lambda width: tables.images(fleet, width, wide=wide), output)
+    _show(made, functools.partial(tables.images, fleet), output)
 
 
 @command
 @click.argument("node", required=False)
 @click.option("--warnings", is_flag=True, help="Only Events of type Warning.")
-@output_option
-def events(cluster: "server.FleetServer", node: str | None, warnings: bool, output: str) -> None:
+@terminal.output_option
+def events(
+    cluster: "server.FleetServer", node: str | None, warnings: bool, output: str | None
+) -> None:
     """List the newest Events that agents wrote, of NODE or of all; the newest last."""
-    from fleet import folding, shapes, tables
+    from fleet import folding, server, tables
 
     selected = ["source=nodeagent"]
     selected += [f"involvedObject.name={node}"] if node else []
@@ -191,23 +185,12 @@ def events(cluster: "server.FleetServer", node: str | None, warnings: bool, outp
             newest.add(event)
     listed = newest.listed()
     if node and not listed:
-        _known_node(cluster, node, shapes.Named)
-    wide = output == "wide"
-    _show(listed, lambda width: tables.events(listed, cluster.now, width, wide=wide), output)
-
-
-def _known_node(cluster: "server.FleetServer", node: str, shape: Any) -> None:
-    from fleet import server
-
-    names = [each.metadata.name for page in cluster.kinds(NODE_STORAGES, shape) for each in page]
-    if node not in names:
-        raise kit.errors.NotFoundError(
-            f"node {node}", "no agent has written of one of that name", server.hint(node, names)
-        )
+        server.check_node(cluster, node)
+    _show(listed, functools.partial(tables.events, listed, cluster.now), output)
 
 
 def _fleet(cluster: "server.FleetServer", selector: str | None) -> "folding.Fleet":
-    from fleet import folding, shapes
+    from fleet import folding, server, shapes
 
     fleet: folding.Fleet | None = None
     chosen: set[str] | None = None
@@ -217,7 +200,7 @@ def _fleet(cluster: "server.FleetServer", selector: str | None) -> "folding.Flee
             raise kit.errors.NotFoundError(
                 f"selector {selector}", "no Node has these labels", "kubectl get nodes -l LABELS"
             )
-    for storages in cluster.kinds(NODE_STORAGES, shapes.NodeStorage):
+    for storages in cluster.kinds(server.NODE_STORAGES, shapes.NodeStorage):
         fleet = fleet or folding.Fleet(cluster.now)
         for each in storages:
             if chosen is None or each.metadata.name in chosen:
@@ -232,15 +215,15 @@ def _fleet(cluster: "server.FleetServer", selector: str | None) -> "folding.Flee
     return fleet
 
 
-def _show(made: Any, lines: Callable[[int | None], Iterable[terminal.Line]], output: str) -> None:
-    if output == "json":
-        terminal.print_json(made)
+def _show(
+    made: Any, lines: Callable[[int | None, bool], Iterable[terminal.Line]], output: str | None
+) -> None:
+    """``lines``: at most so wide (None: nothing is cut), and whether with more columns."""
+    if output in ("json", "yaml"):
+        terminal.show((made, lambda _: ()), output=output)
         return
-    if output == "yaml":
-        terminal.print_yaml(made)
-        return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in lines(None if output == "wide" else width):
+    wide = output == "wide"
+    for line in lines(None if wide else terminal.columns_of_output(), wide):
         terminal.say(line)
 
 
@@ -285,7 +268,7 @@ def warm(
     try:
         cluster.annotate(DATASETS, dataset, WARM, value)
     except kit.errors.NotFoundError as error:
-        raise _no_dataset(cluster, dataset, error) from error
+        raise _no_dataset(cluster, dataset) from error
     terminal.say(f"dataset {dataset}: its nodes are asked to fill it ({WARM}={value})")
     if not wait:
         return
@@ -320,9 +303,7 @@ class _Failed(kit.errors.AgentError):
     exit_code = 11
 
 
-def _no_dataset(
-    cluster: "server.FleetServer", dataset: str, error: kit.errors.NotFoundError
-) -> kit.errors.AgentError:
+def _no_dataset(cluster: "server.FleetServer", dataset: str) -> kit.errors.AgentError:
     from fleet import server
 
     fleet = _fleet(cluster, None)  # says it, too, when the cluster has no such kinds
@@ -373,5 +354,4 @@ def bundle(cluster: "server.FleetServer", node: str, target: Path | None) -> Non
 
 
 def main() -> None:
-    """Entry point. Errors of ours end with one line and the exit code of their class."""
     terminal.run(cli, "kubectl nodeagent")

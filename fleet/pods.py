@@ -1,12 +1,9 @@
 """The agent of one node, reached through its pod: commands of it, and its support bundle."""
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import websocket
@@ -25,7 +22,6 @@ SILENCE_SECONDS = 600.0  # a bundle says nothing before its end, and waits for e
 RESULT_CHANNEL = 3  # of the protocol of exec: how the command ended
 LOOK_SECONDS = 0.5
 LONGEST_SAID = 2000
-NODE_STORAGES = "nodestorages"
 
 
 def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> shapes.PodObject:
@@ -46,15 +42,21 @@ def of_node(cluster: server.FleetServer, node: str, namespace: str | None) -> sh
         )
     found = [pod for pod in agents if pod.spec.node_name == node]
     if not found:
-        raise _no_pod(cluster, node, namespace)
+        server.check_node(cluster, node)
+        where = f"namespace {namespace}" if namespace else "any namespace"
+        raise kit.errors.NotFoundError(
+            f"node {node}",
+            f"no pod of a DaemonSet with {SELECTOR} runs there in {where}",
+            f"see the DaemonSet: kubectl get daemonset -A -l {SELECTOR}",
+        )
     found.sort(key=lambda pod: (_ready(pod), pod.metadata.creation_timestamp))
     chosen = found[-1]  # during an update the old and the new one may be there
     if chosen.status.phase != "Running":
-        name = f"{chosen.metadata.namespace}/{chosen.metadata.name}"
+        meta = chosen.metadata
         raise kit.errors.RefusedError(
             f"the agent of node {node}",
-            f"its pod {name} is {chosen.status.phase or 'not started'}",
-            f"kubectl -n {chosen.metadata.namespace} describe pod {chosen.metadata.name}",
+            f"its {chosen.title} is {chosen.status.phase or 'not started'}",
+            f"kubectl -n {meta.namespace} describe pod {meta.name}",
         )
     return chosen
 
@@ -67,23 +69,6 @@ def _of_daemon_set(pod: shapes.PodObject) -> bool:
 def _ready(pod: shapes.PodObject) -> tuple[bool, bool]:
     ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions)
     return pod.status.phase == "Running", ready
-
-
-def _no_pod(
-    cluster: server.FleetServer, node: str, namespace: str | None
-) -> kit.errors.NotFoundError:
-    pages = cluster.kinds(NODE_STORAGES, shapes.Named)
-    names = [each.metadata.name for page in pages for each in page]
-    where = f"namespace {namespace}" if namespace else "any namespace"
-    if node in names:
-        return kit.errors.NotFoundError(
-            f"node {node}",
-            f"no pod of a DaemonSet with {SELECTOR} runs there in {where}",
-            f"see the DaemonSet: kubectl get daemonset -A -l {SELECTOR}",
-        )
-    return kit.errors.NotFoundError(
-        f"node {node}", "no agent has written of a node of that name", server.hint(node, names)
-    )
 
 
 Sink = Callable[[bytes], object]
@@ -101,7 +86,7 @@ def run(
     a byte after which it is given up."""
     stream = cluster.opened(pod, CONTAINER, [PROGRAM, *words])
     stream._all = _Nothing()
-    name = f"pod {pod.metadata.namespace}/{pod.metadata.name}"
+    name = pod.title
     last = time.monotonic()
     try:
         open_still = True
@@ -124,7 +109,7 @@ def run(
 def _code(name: str, result: bytes) -> int:
     """The exit code. RefusedError where the command could not even be started."""
     try:
-        found = msgspec.json.decode(result, type=shapes.ExecResult)
+        found = msgspec.json.decode(result, type=shapes.ToldStatus)
     except msgspec.DecodeError as error:
         raise _ended(name, "no result") from error
     if found.status == "Success":
@@ -161,7 +146,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
     """The node's support bundle, written to ``target``, which its owner alone may read. Gives its
     size, and what the agent says beside it. Nothing stays when it fails."""
     size, said = 0, bytearray()
-    with _new(target) as descriptor:
+    with kit.files.new(target, "-o") as file:
 
         def out(data: bytes) -> None:
             nonlocal size
@@ -169,7 +154,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
             if size > LARGEST_BUNDLE:
                 most = kit.units.format_size(LARGEST_BUNDLE)
                 raise kit.errors.RefusedError(str(target), f"the bundle is above {most}", "")
-            descriptor.write(data)
+            file.write(data)
 
         def err(data: bytes) -> None:
             said.extend(data[: LONGEST_SAID - len(said)])
@@ -178,20 +163,7 @@ def bundle(cluster: server.FleetServer, pod: shapes.PodObject, target: Path) -> 
         code = run(cluster, pod, words, (out, err), SILENCE_SECONDS)
         text = said.decode("utf-8", "replace").strip()
         if code or not size:
-            name = f"pod {pod.metadata.namespace}/{pod.metadata.name}"
             raise kit.errors.RefusedError(
-                name, f"its support bundle failed (exit code {code}): {text}", ""
+                pod.title, f"its support bundle failed (exit code {code}): {text}", ""
             )
     return size, text
-
-
-@contextlib.contextmanager
-def _new(target: Path) -> Iterator[IO[bytes]]:
-    """A file that is new, and gone again when the block fails. RefusedError, HostError."""
-    descriptor = kit.files.new(target, "-o")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-    except BaseException:
-        target.unlink()
-        raise

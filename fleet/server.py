@@ -24,6 +24,7 @@ import kit.errors
 from fleet import shapes
 
 GROUP, VERSION = "nodeagent.io", "v1alpha1"
+NODE_STORAGES = "nodestorages"
 PAGE = 500
 TIMEOUTS = (5.0, 60.0)  # seconds, to connect and for each answer
 MOST_PAGES = 1000
@@ -66,7 +67,8 @@ class FleetServer:
             answer = api.get_cluster_custom_object(
                 GROUP, VERSION, plural, name, _preload_content=False, _request_timeout=TIMEOUTS
             )
-            return self._read(answer.data, shapes.WishObject)
+            found: shapes.WishObject = self._read(answer.data, shapes.WishObject)
+            return found
 
     def nodes(self, selector: str) -> Iterator[list[shapes.Named]]:
         return self._pages(
@@ -96,14 +98,13 @@ class FleetServer:
     def _pages(
         self, ask: Callable[..., Any], shape: type[Object], right: str
     ) -> Iterator[list[Object]]:
-        decoder = msgspec.json.Decoder(_page_of(shape))
+        kind = _page_of(shape)
         token: str | None = None
         for _ in range(MOST_PAGES):
             query = {"limit": PAGE, "_preload_content": False, "_request_timeout": TIMEOUTS}
             try:
                 with self._errors(right):
                     answer = ask(**query, **({"_continue": token} if token else {}))
-                    body = answer.data
                     self._clock(answer.headers.get("Date"))
             except _ExpiredError as error:
                 # The list took longer than the server keeps its state: the rest as it is now.
@@ -111,10 +112,7 @@ class FleetServer:
                     raise
                 token = error.token
                 continue
-            try:
-                page = decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise self._strange(error) from error
+            page = self._read(answer.data, kind)
             yield page.items
             token = page.metadata.token
             if not token:
@@ -128,19 +126,16 @@ class FleetServer:
         with contextlib.suppress(ValueError, TypeError):
             self.now = parsedate_to_datetime(date or "").timestamp()
 
-    def _read(self, body: bytes, shape: type[Object]) -> Object:
+    def _read(self, body: bytes, shape: type[Any]) -> Any:
         try:
             return msgspec.json.decode(body, type=shape)
         except msgspec.DecodeError as error:
-            raise self._strange(error) from error
-
-    def _strange(self, error: Exception) -> kit.errors.UnreachableError:
-        return kit.errors.UnreachableError(
-            self.address,
-            f"answers what no API server with nodeagent's kinds does ({error})",
-            "see that the context names the right cluster, and that this command and the cluster's "
-            "CRDs are of versions that fit (docs/upgrade.md)",
-        )
+            raise kit.errors.UnreachableError(
+                self.address,
+                f"answers what no API server with nodeagent's kinds does ({error})",
+                "see that the context names the right cluster, and that this command and the "
+                "cluster's CRDs are of versions that fit (docs/upgrade.md)",
+            ) from error
 
     # --- changing
 
@@ -242,11 +237,11 @@ def _page_of(shape: type[Object]) -> Any:
     )
 
 
-def _refusal(body: Any) -> shapes.Refusal:
+def _refusal(body: Any) -> shapes.ToldStatus:
     try:
-        return msgspec.json.decode(body or b"", type=shapes.Refusal)
+        return msgspec.json.decode(body or b"", type=shapes.ToldStatus)
     except msgspec.DecodeError:
-        return shapes.Refusal()
+        return shapes.ToldStatus()
 
 
 def _innermost(error: BaseException) -> str:
@@ -336,6 +331,16 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(" ".join(record.getMessage().split()))
+
+
+def check_node(cluster: FleetServer, node: str) -> None:
+    """NotFoundError where no agent has written of the node."""
+    pages = cluster.kinds(NODE_STORAGES, shapes.Named)
+    names = [each.metadata.name for page in pages for each in page]
+    if node not in names:
+        raise kit.errors.NotFoundError(
+            f"node {node}", "no agent has written of a node of that name", hint(node, names)
+        )
 
 
 def hint(name: str, names: Iterable[str]) -> str:

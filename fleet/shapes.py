@@ -18,7 +18,6 @@ class StoredDataset(Told, frozen=True):
     name: str
     state: str = ""
     bytes: int = 0
-    done_bytes: int = 0
     percent: int = 0
     message: str = ""
     scrubbed: str = ""
@@ -74,7 +73,6 @@ class Meta(Told, frozen=True):
     name: str = ""
     namespace: str = ""
     owner_references: tuple[Mapping[str, Any], ...] = ()
-    annotations: Mapping[str, str] = {}
     creation_timestamp: str = ""
 
 
@@ -99,7 +97,6 @@ class ToldNodes(Told, frozen=True):
 class WishStatus(Told, frozen=True):
     nodes: ToldNodes = ToldNodes()
     percent: int = 0
-    size: str = ""
     conditions: tuple[ToldCondition, ...] = ()
     carried_out: Mapping[str, str] = {}
 
@@ -115,8 +112,6 @@ class WishObject(Told, frozen=True):
 
 
 class Named(Told, frozen=True):
-    """Any object of which only the name matters."""
-
     metadata: Meta
 
 
@@ -139,6 +134,10 @@ class PodObject(Told, frozen=True):
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
 
+    @property
+    def title(self) -> str:
+        return f"pod {self.metadata.namespace}/{self.metadata.name}"
+
 
 class Involved(Told, frozen=True):
     kind: str = ""
@@ -159,26 +158,21 @@ class ListMeta(Told, frozen=True):
     token: str = msgspec.field(default="", name="continue")
 
 
-class Refusal(Told, frozen=True):
-    """The API server's own words for an error. ``metadata`` of an expired list has a new token."""
-
-    message: str = ""
-    reason: str = ""
-    metadata: ListMeta = ListMeta()
-
-
-class ExecCause(Told, frozen=True):
+class Cause(Told, frozen=True):
     reason: str = ""
     message: str = ""
 
 
-class ExecDetails(Told, frozen=True):
-    causes: tuple[ExecCause, ...] = ()
+class CauseList(Told, frozen=True):
+    causes: tuple[Cause, ...] = ()
 
 
-class ExecResult(Told, frozen=True):
-    """How a command in a pod ended."""
+class ToldStatus(Told, frozen=True):
+    """The API server's own words for an error, and for how a command in a pod ended. ``metadata``
+    of an expired list has a new token."""
 
     status: str = ""
     message: str = ""
-    details: ExecDetails = ExecDetails()
+    reason: str = ""
+    metadata: ListMeta = ListMeta()
+    details: CauseList = CauseList()

@@ -70,7 +70,8 @@ def _counted(found: Mapping[str, int]) -> str:
 
 def status(fleet: folding.Fleet, cluster: str, width: int | None) -> Iterator[terminal.Line]:
     word, colour = _WORDS[fleet.verdict]
-    yield terminal.Coloured(word, colour), cut(f"  {_headline(fleet)}", _less(width, len(word)))
+    left = None if width is None else width - len(word)
+    yield terminal.Coloured(word, colour), cut(f"  {_headline(fleet)}", left)
     yield cut(cluster, width)
     yield ""
     facts = [("NODES", f"{len(fleet.rows)}: {_counted(fleet.nodes_by()) or 'none'}")]
@@ -79,7 +80,7 @@ def status(fleet: folding.Fleet, cluster: str, width: int | None) -> Iterator[te
     guards = Counter(row.guard for row in fleet.rows if row.guard != "-")
     facts.append(("GUARD", _counted(dict(guards.most_common())) or "on no node"))
     facts.append(("SCRUB", _scrub(fleet)))
-    facts.append(("FINDINGS", _counted(_severities(fleet)) or "none"))
+    facts.append(("FINDINGS", _counted(fleet.by_severity()) or "none"))
     for name, said in facts:
         yield cut(f"{name:10}{said}", width)
     yield from _part("DATASETS", fleet.datasets.values(), "dataset", width)
@@ -93,14 +94,6 @@ def status(fleet: folding.Fleet, cluster: str, width: int | None) -> Iterator[te
     if fleet.left_out:
         yield ""
         yield f"{fleet.left_out} names are left out: there are more than {folding.MOST_NAMES}"
-
-
-def _severities(fleet: folding.Fleet) -> dict[str, int]:
-    return {each: fleet.severities[each] for each in ("critical", "warning", "info")}
-
-
-def _less(width: int | None, taken: int) -> int | None:
-    return None if width is None else width - taken
 
 
 def _headline(fleet: folding.Fleet) -> str:
@@ -157,7 +150,7 @@ def _more(count: int, thing: str, command: str) -> Iterator[str]:
 # --- the lists
 
 
-def nodes(fleet: folding.Fleet, width: int | None, *, wide: bool) -> Iterator[str]:
+def nodes(fleet: folding.Fleet, width: int | None, wide: bool) -> Iterator[str]:
     head = ["NODE", "STATE", "CRIT", "WARN", "DATASETS", "IMAGES", "WRITTEN", "GUARD"]
     head += ["AGENT", "KERNEL"] if wide else []
     rows = []
@@ -169,42 +162,37 @@ def nodes(fleet: folding.Fleet, width: int | None, *, wide: bool) -> Iterator[st
         ]  # fmt: skip
         cells += [row.agent, row.kernel] if wide else []
         rows.append([*cells, row.worst])
-    return fitted([*head, "WORST FINDING"], rows, None if wide else width)
+    return fitted([*head, "WORST FINDING"], rows, width)
 
 
-def datasets(fleet: folding.Fleet, width: int | None, *, wide: bool) -> Iterator[str]:
+def datasets(fleet: folding.Fleet, width: int | None, wide: bool) -> Iterator[str]:
     head = ["DATASET", "WHOLE ON", "FILLED", "SIZE", "SCRUBBED"]
     head += ["STATES", "WANTED BY"] if wide else []
     rows = []
     for each in sorted(fleet.datasets.values(), key=lambda one: one.order):
         oldest = ago(each.scrubbed.at, fleet.now) if each.scrubbed else "never"
-        cells = [
-            each.name, f"{each.whole}/{each.wanted}", f"{each.percent}%", _size(each), oldest
-        ]  # fmt: skip
+        whole, filled = f"{each.whole}/{each.wanted}", f"{each.percent}%"
+        cells = [each.name, whole, filled, _size(each), oldest]
         by = "CachedDataset" if each.wish is not None else "settings"
         cells += [_counted(dict(each.states.most_common())), by] if wide else []
         rows.append([*cells, each.said])
-    return fitted([*head, "WHY"], rows, None if wide else width)
+    return fitted([*head, "WHY"], rows, width)
 
 
-def images(fleet: folding.Fleet, width: int | None, *, wide: bool) -> Iterator[str]:
+def images(fleet: folding.Fleet, width: int | None, wide: bool) -> Iterator[str]:
     head = ["IMAGE", "READY ON", "SIZE", "PINNED"] + (["STATES"] if wide else [])
     rows = []
     for each in sorted(fleet.images.values(), key=lambda one: one.order):
-        cells = [
-            each.name,
-            f"{each.whole}/{each.wanted}",
-            _size(each),
-            f"{each.pinned}/{each.nodes}",
-        ]
+        ready, pinned = f"{each.whole}/{each.wanted}", f"{each.pinned}/{each.nodes}"
+        cells = [each.name, ready, _size(each), pinned]
         cells += [_counted(dict(each.states.most_common()))] if wide else []
         rows.append([*cells, each.said])
-    yield from fitted([*head, "WHY"], rows, None if wide else width)
+    yield from fitted([*head, "WHY"], rows, width)
     if fleet.sets:
         yield ""
         listed = [_set(each) for each in sorted(fleet.sets, key=lambda one: one.metadata.name)]
         head = ["IMAGESET", "READY ON", "FILLED", "WHY"]
-        yield from fitted(head, listed, None if wide else width)
+        yield from fitted(head, listed, width)
 
 
 def _set(each: shapes.WishObject) -> tuple[str, ...]:
@@ -216,17 +204,13 @@ def _set(each: shapes.WishObject) -> tuple[str, ...]:
 
 
 def events(
-    listed: Sequence[Mapping[str, Any]], now: float, width: int | None, *, wide: bool
+    listed: Sequence[Mapping[str, Any]], now: float, width: int | None, wide: bool
 ) -> Iterator[str]:
     head = ["LAST", "TYPE", "REASON", "OBJECT"] + (["COUNT"] if wide else [])
     rows = []
     for each in listed:
-        cells = [
-            ago(each["at"], now),
-            each["type"],
-            each["reason"],
-            f"{each['kind']}/{each['name']}",
-        ]
+        on = f"{each['kind']}/{each['name']}"
+        cells = [ago(each["at"], now), each["type"], each["reason"], on]
         cells += [str(each["count"])] if wide else []
         rows.append([*cells, each["message"]])
-    return fitted([*head, "MESSAGE"], rows, None if wide else width)
+    return fitted([*head, "MESSAGE"], rows, width)

@@ -11,12 +11,12 @@ import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import kit.errors
 
 LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
-LARGEST_SMALL = 2**20  # bytes of a file of settings, certificates or logins
+LARGEST_SMALL = 2**20  # bytes of a file of settings, certificates or logins (a ConfigMap)
 
 
 @contextlib.contextmanager
@@ -28,17 +28,24 @@ def closing(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def new(path: Path, option: str) -> int:
-    """A descriptor to write a file of its owner alone, which did not exist. ``option``: of the
-    command that names it. RefusedError, HostError."""
+@contextlib.contextmanager
+def new(path: Path, option: str) -> Iterator[IO[bytes]]:
+    """A file of its owner alone, which did not exist, and is gone again when the block fails.
+    ``option``: of the command that names it. RefusedError, HostError."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
         remedy = f"remove it, or name another with {option}"
         raise kit.errors.RefusedError(str(path), "it exists", remedy) from error
     except OSError as error:
         cause = f"cannot be written ({error.strerror})"
         raise kit.errors.HostError(str(path), cause, f"name another with {option}") from error
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+    except BaseException:
+        path.unlink()
+        raise
 
 
 @contextlib.contextmanager

@@ -340,10 +340,6 @@ class Intent:
     # In the order in which they are begun.
     requests: Sequence[Asking] = ()
 
-    @property
-    def singular(self) -> str:
-        return self.kind.lower()
-
 
 @dataclass(frozen=True)
 class Report:
@@ -403,8 +399,6 @@ Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
 
 @dataclass(frozen=True)
 class Room:
-    """Everything the process needs of one room."""
-
     name: str  # its section in the settings, its component's name, the origin of its findings
     summary: str  # describes the settings section; says what its absence means
     settings: "type[kit.settings.Section]"  # it is a kube.settings.RoomSettings, too

@@ -65,7 +65,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def call(
     ctx: kit.room.CommandContext, method: str, path: str, body: Any = None, **query: Any
 ) -> Any:
-    """The agent's decoded answer to one request."""
     return asyncio.run(ctx.client().call(method, path, body, **query))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 _LUKS_MAGIC = b"LUKS\xba\xbe"
 _HEADER_BYTES = 4096
 _LARGEST_HEADER = 4 * 2**20
-_SECTOR = 512
+SECTOR_BYTES = 512  # of LUKS1's and of libblkid's figures
 
 
 def luks_data_offset(descriptor: int) -> int:
@@ -27,7 +27,7 @@ def luks_data_offset(descriptor: int) -> int:
     head = _read_luks(descriptor, _HEADER_BYTES)
     magic, version, size = struct.unpack_from(">6sHQ", head)
     if magic == _LUKS_MAGIC and version == 1:
-        return int(struct.unpack_from(">I", head, 104)[0]) * _SECTOR
+        return int(struct.unpack_from(">I", head, 104)[0]) * SECTOR_BYTES
     try:
         if magic != _LUKS_MAGIC or version != 2 or size > _LARGEST_HEADER:
             raise ValueError("no LUKS2 header")
@@ -50,7 +50,6 @@ FOUND, NOTHING, AMBIVALENT = 0, 1, -2  # results of blkid_do_safeprobe; any othe
 # BLKID_SUBLKS_*: label, uuid, type, usage, version, magic, and superblocks with a bad checksum.
 _SUPERBLOCKS = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10
 _MAGIC_OF_TABLES = 1 << 3  # BLKID_PARTS_MAGIC
-SECTOR_BYTES = 512  # of libblkid's figures
 
 
 def _library() -> ctypes.CDLL:

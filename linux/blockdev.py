@@ -160,7 +160,6 @@ class BlockDevice:
         return above | {self.number} if set(self.active) - on_layers - {"btrfs"} else above
 
     def name_of(self, number: Number) -> str:
-        """Name of the device or layer with that number."""
         return next((each.name for each in self.layers if each.number == number), self.name)
 
 
@@ -190,7 +189,6 @@ def majors(proc: _Root = PROC) -> dict[int, str]:
 
 
 def names() -> list[str]:
-    """Names of all block devices and partitions."""
     return sorted(os.listdir(f"{SYSFS}/class/block"))
 
 

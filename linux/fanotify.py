@@ -5,6 +5,7 @@ mmap raises no event. FAN_OPEN on an overlay's superblock sees opens from every 
 """
 
 import collections
+import contextlib
 import ctypes
 import os
 import struct
@@ -49,8 +50,8 @@ def _parsed(data: bytes) -> Iterator[tuple[int, int]]:
         at += length
 
 
-class OpenWatch:
-    """A notification group. Closing it discards unread events; then opens cost nothing again."""
+class OpenWatch(contextlib.AbstractContextManager["OpenWatch"]):
+    """A notification group. Its end discards unread events; then opens cost nothing again."""
 
     def __init__(self) -> None:
         """OSError EPERM without CAP_SYS_ADMIN, ENOSYS without fanotify."""
@@ -72,11 +73,5 @@ class OpenWatch:
             except BlockingIOError:
                 return
 
-    def close(self) -> None:
-        os.close(self._group)
-
-    def __enter__(self) -> "OpenWatch":
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._group)

@@ -91,8 +91,20 @@ class Targets:
     """What is mounted at targets here, and where processes see it."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        self._places = _Places(targets)
         self._tables: dict[tuple[int, str], _Held] = {}
+        table = mountinfo.read()
+        self.mounted: dict[mountinfo.Place, str] = {}
+        self.handed_out: dict[mountinfo.Place, str] = {}  # directories pods are given
+        tops = {mount.target: mount for mount in table}  # the last one lies on top
+        wanted = set(targets)
+        for mount in table:
+            if mount.target in wanted:
+                self.mounted[mount.device, mount.root] = mount.target
+        for target in set(self.mounted.values()):
+            parent = os.path.dirname(target)
+            over = next((tops[each] for each in _upwards(parent) if each in tops), None)
+            if over is not None:
+                self.handed_out[over.below(parent)] = target
 
     def of(self, pid: int, path: str) -> tuple[str, str]:
         """The target that shows ``path``, which a process opened, and what lies below it there.
@@ -113,27 +125,8 @@ class Targets:
         first = key not in self._tables
         if first:
             table = mountinfo.of(pid)
-            self._tables[key] = _Held(self._places, table, *key)
+            self._tables[key] = _Held(self, table, *key)
         return self._tables[key], first
-
-
-class _Places:
-    """What is mounted at targets, as device and path within its file system."""
-
-    def __init__(self, targets: Sequence[str]) -> None:
-        table = mountinfo.read()
-        self.mounted: dict[mountinfo.Place, str] = {}
-        self.handed_out: dict[mountinfo.Place, str] = {}  # directories pods are given
-        tops = {mount.target: mount for mount in table}  # the last one lies on top
-        wanted = set(targets)
-        for mount in table:
-            if mount.target in wanted:
-                self.mounted[mount.device, mount.root] = mount.target
-        for target in set(self.mounted.values()):
-            parent = os.path.dirname(target)
-            over = next((tops[each] for each in _upwards(parent) if each in tops), None)
-            if over is not None:
-                self.handed_out[over.below(parent)] = target
 
     def shown_by(self, mount: mountinfo.Mount) -> tuple[str, str]:
         """The target that ``mount`` shows, and which part of it; twice '' for another mount."""
@@ -148,11 +141,11 @@ class _Held:
     """What a mount table has of targets. ``kept``: what unmounting here leaves there, and how."""
 
     def __init__(
-        self, places: _Places, table: Sequence[mountinfo.Mount], namespace: int, root: str
+        self, targets: Targets, table: Sequence[mountinfo.Mount], namespace: int, root: str
     ) -> None:
         """``root``: of the processes, as our /proc shows it."""
         self.namespace, self._root = namespace, root
-        pairs = ((mount, *places.shown_by(mount)) for mount in table)
+        pairs = ((mount, *targets.shown_by(mount)) for mount in table)
         parts = [each for each in pairs if each[1]]
         shown = [(mount, target) for mount, target, _ in parts]
         self.by_id = {mount.mount_id: target for mount, target in shown}
@@ -160,7 +153,7 @@ class _Held:
         given = [
             (target, f"its pod was given the dataset at {mount.target}")
             for mount in table
-            if (target := places.handed_out.get((mount.device, mount.root), ""))
+            if (target := targets.handed_out.get((mount.device, mount.root), ""))
         ]
         copies = [
             (target, f"its mount namespace has a private copy at {mount.target}")
@@ -169,12 +162,9 @@ class _Held:
         ]
         self.kept = given + copies
 
-    def at(self, path: str) -> str:
-        """The target on whose mount ``path`` lies, which our own /proc shows; '' for none."""
-        return self.below(path)[0]
-
     def below(self, path: str) -> tuple[str, str]:
-        """The same, and the path below the target.
+        """The target on whose mount ``path`` lies, which our own /proc shows, and the path below
+        the target; twice '' for none.
 
         Mount tables begin at the process's root. For a process that is only chrooted our /proc
         shows paths from our root; for one in another namespace, from the root of that.
@@ -213,13 +203,13 @@ def _uses(pid: int, theirs: _Held) -> Iterator[tuple[str, str]]:
                 continue  # just closed
         for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
             path = os.readlink(f"{base}/{link}")
-            if target := theirs.at(path):
+            if target := theirs.below(path)[0]:
                 yield target, f"{text} {path}"
         lines = Path(f"{base}/maps").read_bytes().split(b"\n")
         fields = (line.split(maxsplit=5) for line in lines)
         for mapped in dict.fromkeys(each[5] for each in fields if len(each) == 6):
             path = os.fsdecode(mapped)
-            if path.startswith("/") and (target := theirs.at(path)):
+            if path.startswith("/") and (target := theirs.below(path)[0]):
                 yield target, f"has {path} mapped"
     except OSError:
         pass  # just ended
@@ -233,16 +223,12 @@ class _Tree:
         self.path = os.path.realpath(path)
         status = os.stat(self.path)
         self.device = os.major(status.st_dev), os.minor(status.st_dev)
-        disk = mountinfo.containing(self.path, mountinfo.read())
-        self.root = self.path if disk is None else disk.below(self.path)[1]
+        place = mountinfo.place(self.path, mountinfo.read())
+        self.root = self.path if place is None else place[1]
 
     def shown_by(self, mount: mountinfo.Mount) -> bool:
         """Whether a mount shows it or a part of it."""
         return mount.shows(self.device, self.root)
-
-    def holds(self, path: str) -> bool:
-        """Whether it has anything at ``path``."""
-        return os.path.lexists(self.path + path)
 
     def has(self, path: str, inode: int) -> bool:
         """Whether ``path``, as a detached mount of the tree shows it, is that inode."""
@@ -313,7 +299,7 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
             try:
                 link = os.readlink(f"{base}/fd/{number}")
                 inside = [each for each in shown if mountinfo.within(link, each.target)]
-                if not inside and not (link.startswith("/") and wanted.holds(link)):
+                if not inside and not (link[:1] == "/" and os.path.lexists(wanted.path + link)):
                     continue
                 said = Path(f"{base}/fdinfo/{number}").read_bytes()
             except OSError:
@@ -331,7 +317,7 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
                 return f"{text} {path}"
         for line in Path(f"{base}/maps").read_bytes().split(b"\n"):
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and _is_device(fields[3], wanted.device):
+            if len(fields) == 6 and fields[3] == b"%02x:%02x" % wanted.device:
                 path = os.fsdecode(fields[5])
                 for inside_tree in (path, *_below_mounts(path, wanted, shown)):
                     if wanted.has(inside_tree, int(fields[4])):
@@ -339,11 +325,6 @@ def _uses_tree(pid: int, wanted: _Tree, table: Sequence[mountinfo.Mount]) -> str
     except OSError:
         pass  # just ended
     return ""
-
-
-def _is_device(field: bytes, device: tuple[int, int]) -> bool:
-    major, _, minor = field.partition(b":")
-    return (int(major, 16), int(minor, 16)) == device
 
 
 def _below_mounts(path: str, wanted: _Tree, shown: Sequence[mountinfo.Mount]) -> list[str]:

@@ -42,14 +42,9 @@ def lacking() -> str:
 
 def mapped(image: rbd_sysfs.RbdImage, sysfs: str | Path = "/sys") -> list[str]:
     """Numbers of the devices that show this snapshot (by its names), whoever mapped them."""
-    numbers = rbd_sysfs.listed(f"{sysfs}/{_BUS}/devices")
-    wanted = (image.pool, image.namespace, image.name, image.snapshot)
-    found = []
-    for number in sorted(numbers, key=rbd_sysfs.integer):
-        shown, _ = rbd_sysfs.mapping(number, sysfs)
-        if shown and (shown.pool, shown.namespace, shown.name, shown.snapshot) == wanted:
-            found.append(number)
-    return found
+    numbers = sorted(rbd_sysfs.listed(f"{sysfs}/{_BUS}/devices"), key=rbd_sysfs.integer)
+    shown = ((number, rbd_sysfs.mapping(number, sysfs)[0]) for number in numbers)
+    return [number for number, each in shown if each and each.spec == image.spec]
 
 
 def diskseq(number: str, sysfs: str | Path = "/sys") -> str:

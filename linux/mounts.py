@@ -18,10 +18,7 @@ from linux import syscalls
 
 # Flags of inodes (ioctl_iflags(2)): the one that keeps a directory as it is.
 
-_GET_FLAGS, _SET_FLAGS = (
-    0x80086601,
-    0x40086602,
-)  # FS_IOC_{GET,SET}FLAGS; the kernel uses an int
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_{GET,SET}FLAGS; the kernel uses an int
 _IMMUTABLE = 0x10
 
 
@@ -185,7 +182,6 @@ def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
 def mount(
     source: str | None, target: str | Path, fstype: str | None, flags: int, options: str = ""
 ) -> None:
-    """mount(2)."""
     result = syscalls.libc.mount(
         os.fsencode(source) if source else None,
         os.fsencode(target),

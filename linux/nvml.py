@@ -10,7 +10,6 @@ from pathlib import Path
 
 import kit.errors
 import kit.line_worker
-import kit.pause
 
 DEVICE = Path("/dev/nvidiactl")
 _REMEDY = "it is tried again; without a GPU leave the extra nodeagent[gpu] out"
@@ -26,26 +25,13 @@ class Sample:
     busy: tuple[float, ...]
 
 
-def driver() -> bool:
-    """Whether a driver is there for us. Looked for first: a child that only finds out that there is
-    none is not worth its start."""
-    return DEVICE.exists()
-
-
 def installed() -> bool:
     """Whether the bindings are there. It loads nothing."""
     return importlib.util.find_spec("pynvml") is not None
 
 
-def worker(about: str, backoff: kit.pause.Backoff) -> kit.line_worker.LineWorker[Sample]:
-    """Answers ``None`` with a Sample. An error ends the child: what it had loaded may be that of a
-    driver that was replaced."""
-    return kit.line_worker.LineWorker(
-        "linux.nvml:main", Sample, about=about, backoff=backoff, fatal=(kit.errors.HostError,)
-    )
-
-
 def main() -> None:
+    """Answers ``None`` with a Sample."""
     kit.line_worker.serve(type(None), lambda _: sample())
 
 

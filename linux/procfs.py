@@ -95,7 +95,6 @@ def own(ours: int) -> set[int]:
 
 
 def pids() -> Iterator[int]:
-    """Of all processes."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             yield int(entry)

@@ -14,9 +14,8 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +54,8 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         raise kit.errors.HostError(
             f"state_dir {state_dir}", f"cannot be written ({error.strerror})", "make it writable"
         ) from error
-    try:
+    with kit.files.closing(descriptor):
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _unapplied(setting: str) -> kit.findings.Finding:
-    return kit.findings.Finding(
-        id=f"needs-restart/{setting}",
-        rule="needs-restart",
-        severity=kit.findings.Severity.WARNING,
-        subject=setting,
-        message=f"{setting}: the settings file has changed it, and the value of before is in force",
-        advice="restart the agent, or undo the change; jobs do not notice a restart",
-    )
 
 
 def _unusable(problem: str) -> kit.findings.Finding:
@@ -116,8 +102,7 @@ class Agent:
             loop.add_signal_handler(number, self._stopping.set)
         with _only_one(self.state.settings.state_dir):
             self._supervisors = [
-                supervisor.Supervisor(self.state, each, self._note_refused)
-                for each in self.state.running
+                supervisor.Supervisor(self.state, each) for each in self.state.running
             ]
             async with watchdog.watching(), listeners.serving(self.state):
                 try:
@@ -143,7 +128,7 @@ class Agent:
             self.state.metrics.append(found.metrics)
             tasks.append(asyncio.create_task(found.follow(), name="gpus"))
         if self._cluster is not None:
-            following = self._cluster.follow(self.state, self._take_objects)
+            following = self._cluster.follow(self.state, self._renew)
             tasks.append(asyncio.create_task(following, name="cluster"))
         tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
         announcing = asyncio.create_task(self._announce(), name="announce")
@@ -165,18 +150,7 @@ class Agent:
             metrics=self.state.settings.admin.metrics,
         )
 
-    def _note_refused(self, name: str, refused: Sequence[str]) -> None:
-        others = [r for r in self.state.refused if not r.startswith(f"{name}.")]
-        self._refuse(others + [f"{name}.{r}" for r in refused])
-
-    def _refuse(self, names: Sequence[str]) -> None:
-        """Say which changed settings are not in force. What a door no longer should admit is one
-        of them, so a list in /readyz is not enough."""
-        self.state.refused = list(names)
-        self.state.findings.report("settings", [_unapplied(name) for name in names])
-
     async def _keep(self) -> None:
-        """Keep a copy of the settings in force."""
         if self._last_good is None or self.state.config_error or self._data is None:
             return
         copy = str(self._last_good), self._data.decode()
@@ -221,10 +195,6 @@ class Agent:
         """The settings file with what objects of the cluster add."""
         return self._file if self._cluster is None else self._cluster.merged(self._file)
 
-    async def _take_objects(self) -> None:
-        log.info("objects of the cluster have changed")
-        await self._renew()
-
     async def _renew(self) -> None:
         """Adopt the file and the objects as they are now. How many objects there are is not ours to
         say, so they are merged beside the loop; one after another, for the latest has to win."""
@@ -249,7 +219,7 @@ class Agent:
                 keep[name] = getattr(self.state.settings, name)
         # Rooms go on with the name and the cluster that are in force, as the process does.
         self.state.settings = new.model_copy(update=keep).placed()
-        self._refuse([r for r in self.state.refused if "." in r] + refused)
+        self.state.refuse([r for r in self.state.refused if "." in r] + refused)
         log.info("settings reloaded", needs_restart=refused)
         for each in self._supervisors:
             each.wake()

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # a client of the API looks for the socket alone (``glean``):
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
-LARGEST_FILE = 2**20  # bytes; a ConfigMap has no more
 MOST_MISTAKES = 20  # that an error names
 LONGEST_MISTAKE = 1000  # characters of it
 LOOK_SECONDS = 1.0  # how often the file is read while the agent runs
@@ -51,7 +50,7 @@ def load(path: Path, data: bytes | None = None) -> "Settings":
     """The settings in ``path``, or in ``data``, which ``look`` gave of it. SettingsError names the
     file, the line, the cause and a remedy."""
     try:
-        text = (read(path) if data is None else data).decode("utf-8")
+        text = (kit.files.read_small(path) if data is None else data).decode("utf-8")
     except FileNotFoundError as error:
         raise kit.errors.SettingsError(
             str(path),
@@ -70,11 +69,6 @@ def load(path: Path, data: bytes | None = None) -> "Settings":
             str(path), f"cannot be read ({why})", "make it a file that this user may read"
         ) from error
     return parse(text, str(path))
-
-
-def read(path: Path) -> bytes:
-    """OSError, also when there is more in it than settings can be."""
-    return kit.files.read_small(path, LARGEST_FILE)
 
 
 async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]:
@@ -97,7 +91,7 @@ async def changes(path: Path, last: bytes | None) -> AsyncIterator[bytes | None]
 def look(path: Path) -> bytes | None:
     """None: there is no such file, or none that can be read."""
     try:
-        return read(path)
+        return kit.files.read_small(path)
     except OSError:
         return None
 
@@ -153,7 +147,7 @@ class Gleaned:
 
 def glean(path: Path) -> Gleaned:
     try:
-        text = read(path).decode("utf-8").replace("\r\n", "\n")
+        text = kit.files.read_small(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError):
         return Gleaned()
     try:
@@ -182,7 +176,31 @@ def _scalars(node: yaml.Node | None, *below: str) -> dict[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader whose errors name the line of a malformed date or number."""
+    """SafeLoader that refuses a key set twice and an alias that contains itself (SettingsError),
+    and whose errors name the line of a malformed date or number."""
+
+    def __init__(self, text: str, origin: str) -> None:
+        super().__init__(text)
+        self._origin = origin
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        if node is not None and node.end_mark is None:  # an alias of what is not composed yet
+            raise self._refused(node, "an alias contains itself", "write its content out")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise self._refused(key, f"{_short(key.value)!r} is set twice", "keep one of them")
+            seen.add(key.value)
+        return node
+
+    def _refused(self, node: yaml.Node, cause: str, remedy: str) -> kit.errors.SettingsError:
+        line = node.start_mark.line + 1
+        return kit.errors.SettingsError(f"{self._origin}:{line}", cause, remedy)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -200,11 +218,10 @@ def parse(text: str, origin: str) -> "Settings":
     from nodeagent.settings import Settings
 
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, origin)
         root = loader.get_single_node()
         if root is None:
             return Settings()
-        _refuse_duplicates(root, origin)
         plain = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         number = kit.slips.line(error)
@@ -225,44 +242,6 @@ def parse(text: str, origin: str) -> "Settings":
         return Settings.model_validate(plain)
     except pydantic.ValidationError as error:
         raise _readable(error, root, origin) from error
-
-
-def _refuse_duplicates(
-    node: yaml.Node,
-    origin: str,
-    above: tuple[yaml.Node, ...] = (),
-    well: set[yaml.Node] | None = None,
-) -> None:
-    """SettingsError for a key set twice, and for an alias that contains itself.
-
-    ``well``: what has been looked at. Aliases of aliases would else multiply the work.
-    """
-    well = set() if well is None else well
-    if node in well:
-        return
-    if node in above:
-        raise kit.errors.SettingsError(
-            f"{origin}:{node.start_mark.line + 1}",
-            "an alias contains itself",
-            "write its content out",
-        )
-    above = (*above, node)
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise kit.errors.SettingsError(
-                        f"{origin}:{key.start_mark.line + 1}",
-                        f"{_short(key.value)!r} is set twice",
-                        "keep one of them",
-                    )
-                seen.add(key.value)
-            _refuse_duplicates(value, origin, above, well)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_duplicates(value, origin, above, well)
-    well.add(node)
 
 
 def _readable(
@@ -346,7 +325,6 @@ def _kind(model: "type[pydantic.BaseModel]") -> str | None:
 
 
 def _models(annotation: Any) -> "list[type[pydantic.BaseModel]]":
-    """The models inside an annotation."""
     import pydantic
 
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):

@@ -56,8 +56,11 @@ def stalls(read: Callable[[], float | None] = io_stalled) -> Iterable[Metric]:
 
 class Gpus:
     def __init__(self) -> None:
-        backoff = kit.pause.Backoff(FIRST_PAUSE, LONGEST_PAUSE)
-        self._worker = nvml.worker(ABOUT, backoff)
+        # An error ends the child: what it had loaded may be that of a driver that was replaced.
+        self._worker = kit.line_worker.LineWorker(
+            "linux.nvml:main", nvml.Sample, about=ABOUT, fatal=(kit.errors.HostError,),
+            backoff=kit.pause.Backoff(FIRST_PAUSE, LONGEST_PAUSE),
+        )  # fmt: skip
         self._looks: deque[float] = deque(maxlen=KEPT)
         self._count = 0
         self.reason = ""  # why nothing is known
@@ -75,7 +78,7 @@ class Gpus:
         """Ask once. While a child of before hangs there is no other: it would hang beside it."""
         if kit.processes.hanging(ABOUT):
             return
-        if not nvml.driver():
+        if not nvml.DEVICE.exists():  # a child that only finds that out is not worth its start
             self._note(f"NVIDIA's driver is not loaded here: no {nvml.DEVICE}")
             return
         try:

@@ -259,5 +259,4 @@ for _group in groups.GROUPS:
 
 
 def main() -> None:
-    """Entry point. Errors of ours end with one line and the exit code of their class."""
     terminal.run(cli, "nodeagent")

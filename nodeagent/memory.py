@@ -6,10 +6,11 @@ file is there. So also the next agent tells it, and a person who has looked at i
 """
 
 import asyncio
+import contextlib
+import functools
 import os
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -27,7 +28,6 @@ LOOK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # of the disk
 LEAST_BYTES = 2**20  # less is full: each file is written beside the one that it replaces
 LEAST_INODES = 16
-FRESH_NS = 2_000_000_000  # a change just before a look: the next one may have the same time
 MOST_TOLD = 50  # damaged files
 # Of the process's own files: what is assumed while one is damaged.
 FILES = {
@@ -37,43 +37,28 @@ FILES = {
 _STATE = kit.tasks.Apart("state directory, agent")
 
 
-@dataclass
+@functools.lru_cache(maxsize=1024)
+def _wrong(kept: Path, changed: int) -> str:
+    """Of a file that was kept aside: it may be large, and is read once for each change of it."""
+    return kit.formats.what_was_wrong(kept)
+
+
+@dataclass(frozen=True)
 class Look:
-    """``assumed``: by pattern below ``folder``. A directory is read again when it has changed."""
+    """``assumed``: by pattern below ``folder``."""
 
     folder: Path
     assumed: Mapping[str, str]
-    _seen: dict[Path, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
     def damaged(self) -> dict[str, tuple[str, str]]:
         """Names of damaged files, what was wrong with them and what is assumed. Blocking."""
         found: dict[str, tuple[str, str]] = {}
         for pattern, assumed in self.assumed.items():
-            folder = Path(pattern).parent
-            for name, why in self._kept(self.folder / folder).items():
-                if (folder / name).match(pattern):
-                    found[str(folder / name)] = why, assumed
+            with contextlib.suppress(OSError):
+                for kept in sorted(self.folder.glob(f"{pattern}{SUFFIX}"))[:MOST_TOLD]:
+                    name = str(kept.relative_to(self.folder)).removesuffix(SUFFIX)
+                    found[name] = _wrong(kept, kept.lstat().st_mtime_ns), assumed
         return found
-
-    def _kept(self, folder: Path) -> dict[str, str]:
-        """What is kept aside in it, by the names of before, and what was wrong."""
-        try:
-            changed = folder.stat().st_mtime_ns
-            if time.time_ns() - changed < FRESH_NS:
-                changed = 0  # it may change again without another time
-            if not changed or self._seen.get(folder, (0, {}))[0] != changed:
-                kept = [each for each in os.scandir(folder) if each.name.endswith(SUFFIX)]
-                names = sorted(each.name for each in kept)[:MOST_TOLD]
-                self._seen[folder] = (
-                    changed,
-                    {
-                        name.removesuffix(SUFFIX): kit.formats.what_was_wrong(folder / name)
-                        for name in names
-                    },
-                )
-        except OSError:
-            return {}
-        return self._seen[folder][1]
 
     def full(self) -> str:
         """What of its file system keeps from writing; '' while there is room. Blocking, OSError."""

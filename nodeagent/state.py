@@ -182,6 +182,17 @@ class RunningRoom:
         return self.unsettled or not self.started
 
 
+def _unapplied(setting: str) -> Finding:
+    return Finding(
+        id=f"needs-restart/{setting}",
+        rule="needs-restart",
+        severity=Severity.WARNING,
+        subject=setting,
+        message=f"{setting}: the settings file has changed it, and the value of before is in force",
+        advice="restart the agent, or undo the change; jobs do not notice a restart",
+    )
+
+
 @dataclass
 class State:
     """The settings in force, and each room whose section they have."""
@@ -200,6 +211,12 @@ class State:
         """Say what is wrong with a part of the process itself; ``warnings`` degrade nothing."""
         self.findings.report(part, [*wrong, *warnings])
         self.degraded[part] = [each.message for each in wrong]
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Say which changed settings are not in force. What a door no longer should admit is one
+        of them, so a list in /readyz is not enough."""
+        self.refused = list(names)
+        self.findings.report("settings", [_unapplied(name) for name in names])
 
     def build(self, room: kit.room.Room) -> kit.room.Component[Any]:
         """A new component of a room, not started."""

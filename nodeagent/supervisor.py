@@ -8,7 +8,7 @@ know what half a component can still do.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
 import structlog
 
@@ -34,15 +34,10 @@ ORDER_SECONDS = 10.0
 
 
 class Supervisor:
-    """``note_refused`` hears which settings the component could not take over."""
-
-    def __init__(
-        self, state: State, running: RunningRoom, note_refused: Callable[[str, Sequence[str]], None]
-    ) -> None:
+    def __init__(self, state: State, running: RunningRoom) -> None:
         self.running = running
         self.tried = asyncio.Event()  # its first start has ended, well or not
         self._state = state
-        self._note_refused = note_refused
         self._new = True  # the component has not been started yet
         self._begun = False
         self._wake = asyncio.Event()
@@ -100,7 +95,9 @@ class Supervisor:
     async def _reconcile(self) -> None:
         section = getattr(self._state.settings, self.name)
         async with self._within(RECONCILE_DEADLINE_SECONDS, "reconcile"):
-            self._note_refused(self.name, await self.running.component.reconcile(section))
+            refused = await self.running.component.reconcile(section)
+        others = [r for r in self._state.refused if not r.startswith(f"{self.name}.")]
+        self._state.refuse(others + [f"{self.name}.{r}" for r in refused])
         self.running.unsettled = False
         health = self.running.component.health()
         if not health.alive:

@@ -9,7 +9,7 @@ ray=1.5.0 trainer=2.0.0 argo=3.6.10 volcano=1.12.1 prometheus=0.85.0 certs=1.18.
 folder=${NODEAGENT_CACHE:-$HOME/.cache/nodeagent}/job-kinds/ray$ray-trainer$trainer-argo$argo-volcano$volcano-prometheus$prometheus-certs$certs
 [ "${1:-}" = --where ] && { echo "$folder"; exit 0; }
 [ -d "$folder" ] && exit 0
-if ! command -v go >/dev/null; then say "go is missing (1.24 or newer, in PATH): its module proxy has the kinds of examples/ and the chart"; exit 1; fi
+need_go "its module proxy has the kinds of examples/ and the chart"
 mkdir -p "$folder.new.$$"
 trap 'rm -rf "$folder.new.$$"' EXIT
 

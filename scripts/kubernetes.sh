@@ -13,10 +13,7 @@ missing=()
 for program in "${programs[@]}" etcd helm csi-sanity; do [ -x "$bin/$program" ] || missing+=("$program"); done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
-if ! command -v go >/dev/null; then
-  say "go is missing (1.24 or newer, in PATH): it builds ${missing[*]} for the tests"
-  exit 1
-fi
+need_go "it builds ${missing[*]} for the tests"
 say "building ${missing[*]} into $bin, once: 5 to 8 minutes on two quiet cores, 4 GB of modules and build cache"
 mkdir -p "$bin"
 exec 9>"$bin/../lock"

@@ -10,10 +10,7 @@ bin=${NODEAGENT_CACHE:-$HOME/.cache/nodeagent}/snapshotters/stargz-$stargz/bin
 program=containerd-stargz-grpc
 [ -x "$bin/$program" ] && exit 0
 
-if ! command -v go >/dev/null; then
-  say "go is missing (1.24 or newer, in PATH): it builds $program for the tests"
-  exit 1
-fi
+need_go "it builds $program for the tests"
 mkdir -p "$bin"
 exec 9>"$bin/../lock"
 flock 9  # two clones on one machine

@@ -39,6 +39,9 @@ download() {
   return "$status"
 }
 
+# need_go WHY: ends the script that needs it.
+need_go() { command -v go >/dev/null || { say "go is missing (1.24 or newer, in PATH): $1"; exit 1; }; }
+
 # The archive that serves this machine's own release (its security and update pockets left out).
 mirror() {
   apt-get indextargets --format '$(SITE) $(CODENAME)' 'Created-By: Packages' 'Origin: Debian' |

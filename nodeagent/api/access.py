@@ -97,18 +97,7 @@ class Rate:
         self._per_second, self._burst = per_second, burst
         self._buckets: cachetools.LRUCache[str, Bucket] = cachetools.LRUCache(MOST_CALLERS)
 
-    def admits(self, key: str) -> bool:
-        return self._of(key).take()
-
-    def has(self, key: str) -> bool:
-        """Whether ``admits`` would say so. Takes nothing."""
-        return self._of(key).level >= 1
-
-    def give_back(self, key: str) -> None:
-        """What was admitted last costs nothing."""
-        self._of(key).give_back()
-
-    def _of(self, key: str) -> Bucket:
+    def of(self, key: str) -> Bucket:
         return self._buckets.setdefault(key, Bucket(self._per_second, self._burst))
 
 
@@ -155,7 +144,7 @@ class CallLog:
     def note(self, caller: Caller, *, changed: bool, **entry: Any) -> None:
         """``changed``: the call was made, or may have been; else it was refused."""
         if not changed:
-            if not self._rate.admits("" if caller.role is None else caller.key):
+            if not self._rate.of("" if caller.role is None else caller.key).take():
                 self._skipped += 1
                 return
             if self._skipped:

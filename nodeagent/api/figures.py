@@ -8,7 +8,6 @@ import gzip
 import importlib.metadata
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client import exposition
@@ -46,21 +45,11 @@ class RequestFigures(Collector):
 
 
 def registry(state: State) -> prometheus_client.CollectorRegistry:
-    """Every series of this agent."""
     made = prometheus_client.CollectorRegistry()
     made.register(RequestFigures(state))
     prometheus_client.ProcessCollector(registry=made)
     prometheus_client.PlatformCollector(registry=made)
     return made
-
-
-@dataclass(frozen=True)
-class Text:
-    """``zipped``: ``body`` is in gzip."""
-
-    content_type: str
-    body: bytes
-    zipped: bool
 
 
 class HeldFigures:
@@ -70,14 +59,14 @@ class HeldFigures:
         self._series = series
         self._until = 0.0
         self._families: list[Metric] = []  # of one moment
-        self._texts: dict[tuple[str, bool], Text] = {}  # of these, by content type and gzip
+        self._texts: dict[tuple[str, bool], bytes] = {}  # of these, by content type and gzip
 
     def collect(self) -> Iterable[Metric]:
         """For the encoders, which take a registry."""
         return self._families
 
-    def text(self, accept: str, encodings: str) -> Text:
-        """What a client gets whose headers Accept and Accept-Encoding are these."""
+    def text(self, accept: str, encodings: str) -> tuple[dict[str, str], bytes]:
+        """Headers and body for a client whose headers Accept and Accept-Encoding are these."""
         begun = time.monotonic()
         if begun >= self._until:
             self._families, self._texts = list(self._series.collect()), {}
@@ -90,10 +79,11 @@ class HeldFigures:
         if (content_type, zipped) not in self._texts:
             begun = time.monotonic()
             body = encoder(self)
-            made = Text(content_type, gzip.compress(body, 5) if zipped else body, zipped)
-            self._texts[content_type, zipped] = made
+            self._texts[content_type, zipped] = gzip.compress(body, 5) if zipped else body
             self._hold(begun)
-        return self._texts[content_type, zipped]
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+        headers |= {"Content-Encoding": "gzip"} if zipped else {}
+        return headers, self._texts[content_type, zipped]
 
     def _hold(self, begun: float) -> None:
         now = time.monotonic()

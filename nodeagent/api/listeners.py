@@ -26,14 +26,14 @@ from typing import Any
 
 import structlog
 from aiohttp import http_exceptions, web
-from aiohttp.typedefs import Middleware
 
 import kit.errors
 import kit.findings
+import kit.tasks
+from kit.pause import Bucket
 from kit.room import Role
-from nodeagent.api import access, reviews, rotation, server
+from nodeagent.api import access, own, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
-from nodeagent.shown import overview
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")
@@ -74,9 +74,9 @@ class _Listener:
         self._tls = tls
         self._busy: set[Any] = set()  # connections with a request
         self._idle: dict[Any, None] = {}  # those without, the longest idle first
-        self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
+        self._handshake_rate = Bucket(HANDSHAKES_PER_SECOND, HANDSHAKES_PER_SECOND)
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
-        app.middlewares.insert(0, self._note_idle())
+        app.middlewares.insert(0, self._note_idle)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -88,18 +88,15 @@ class _Listener:
             auto_decompress=False,  # a small body must not become a large one
         )
 
-    def _note_idle(self) -> Middleware:
-        @web.middleware
-        async def note_idle(request: web.Request, handler: server.Handler) -> web.StreamResponse:
-            self._idle.pop(request.protocol, None)
-            self._busy.add(request.protocol)
-            try:
-                return await handler(request)
-            finally:
-                self._busy.discard(request.protocol)
-                self._idle[request.protocol] = None
-
-        return note_idle
+    @web.middleware
+    async def _note_idle(self, request: web.Request, handler: server.Handler) -> web.StreamResponse:
+        self._idle.pop(request.protocol, None)
+        self._busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
+            self._idle[request.protocol] = None
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -108,8 +105,7 @@ class _Listener:
         try:
             yield
         finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
+            await kit.tasks.end(accepting)
             self._socket.close()
             for handshake in self._handshakes:
                 handshake.cancel()
@@ -120,7 +116,7 @@ class _Listener:
         while True:
             # A socket with waiting connections gives one at once: others have their turn between.
             await asyncio.sleep(0)
-            if self._tls is not None and not self._handshake_rate.admits(""):
+            if self._tls is not None and not self._handshake_rate.take():
                 await asyncio.sleep(1 / HANDSHAKES_PER_SECOND)
             try:
                 connection, _ = await loop.sock_accept(self._socket)
@@ -402,16 +398,15 @@ async def serving(state: State) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
-        held = overview.HeldOverview(state)
-        app = server.application(state, door, held)
+        process = own.Own(state)
+        app = server.application(state, door, process)
         listeners = [_Listener("socket", app, listening)]
         if admin.metrics is not None:
             host, _ = address(admin.metrics)
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
-            app = server.metrics_application(state, hosts, with_page=local, held=held)
-            listening = await _bind_tcp("admin.metrics", admin.metrics)
-            stack.callback(listening.close)
+            app = server.metrics_application(state, hosts, local, process)
+            listening = stack.enter_context(await _bind_tcp("admin.metrics", admin.metrics))
             listeners.append(_Listener("metrics", app, listening))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
@@ -429,9 +424,11 @@ async def serving(state: State) -> AsyncIterator[None]:
             await stack.enter_async_context(rotation.following(state, files, also))
             # Its streams are counted apart: callers over the network take no place from root.
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
-            app = server.application(state, door, held)
+            app = server.application(state, door, process)
             try:
-                listening = await _bind_tcp("admin.api.listen", admin.api.listen)
+                listening = stack.enter_context(
+                    await _bind_tcp("admin.api.listen", admin.api.listen)
+                )
             except kit.errors.HostError as error:
                 _note_shut(state, error)
             else:

@@ -6,12 +6,12 @@ They work when no room does. ``nodeagent.api.server`` decides who may call them.
 import asyncio
 import importlib.resources
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 from aiohttp import web
 
-from kit.room import HEARTBEAT_SECONDS, Stream
+from kit.room import HEARTBEAT_SECONDS
 from nodeagent.api import access, figures
 from nodeagent.shown import overview, page
 from nodeagent.state import State
@@ -28,21 +28,13 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Send = Callable[[web.Request, Stream], Awaitable[web.StreamResponse]]
-
 
 class Own:
-    """``send`` answers with a stream of JSON lines. ``held``: what other listeners show, too."""
+    """One for all listeners, so that what they show is made once."""
 
-    def __init__(
-        self,
-        state: State,
-        streams: access.Streams,
-        send: Send,
-        held: overview.HeldOverview | None = None,
-    ) -> None:
-        self._state, self._streams, self._send = state, streams, send
-        self._held = held or overview.HeldOverview(state)
+    def __init__(self, state: State) -> None:
+        self._state, self._held = state, overview.HeldOverview(state)
+        self._live_pages = access.Streams()
         self._figures = figures.HeldFigures(figures.registry(state))
         self._rendered: tuple[overview.Overview | None, str] = None, ""  # the page, and of what
 
@@ -57,7 +49,6 @@ class Own:
             web.get("/readyz", self._readyz),
             web.get("/v1/status", self._status),
             web.get("/v1/events", self._events),
-            web.get("/v1/events/follow", self._follow_events),
             web.get("/v1/findings", self._findings),
         ]
 
@@ -65,11 +56,8 @@ class Own:
         accept, encodings = (
             ",".join(request.headers.getall(name, [])) for name in ("Accept", "Accept-Encoding")
         )
-        text = self._figures.text(accept, encodings)
-        headers = {"Content-Type": text.content_type, "Vary": "Accept, Accept-Encoding"}
-        if text.zipped:
-            headers["Content-Encoding"] = "gzip"
-        return web.Response(body=text.body, headers=headers)
+        headers, body = self._figures.text(accept, encodings)
+        return web.Response(body=body, headers=headers)
 
     async def _healthz(self, _: web.Request) -> web.Response:
         """200 while the process's own loop runs: a stuck one answers nothing.
@@ -106,9 +94,6 @@ class Own:
         known = msgspec.to_builtins(self._state.findings.journal.after())
         return web.json_response({"events": known})
 
-    async def _follow_events(self, request: web.Request) -> web.StreamResponse:
-        return await self._send(request, Stream(self._state.findings.journal.follow()))
-
     async def _openapi(self, _: web.Request) -> web.Response:
         return web.Response(body=OPENAPI.read_bytes(), content_type="application/json")
 
@@ -123,7 +108,7 @@ class Own:
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: the page's content whenever it has changed."""
-        with self._streams.one(f"live page {request.remote}") as refused:
+        with self._live_pages.one(f"live page {request.remote}") as refused:
             if refused:
                 raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
             response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})

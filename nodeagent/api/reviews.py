@@ -21,6 +21,7 @@ import structlog
 
 import kit.findings
 import kit.tasks
+from kit.pause import Bucket
 from kit.room import Role
 from kube import client
 from kube.settings import ThisNode
@@ -73,19 +74,17 @@ class Reviews:
         self._node = here.name
         self._trouble = "", 0.0  # of the latest question, and when
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
-            MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
+            MOST_ANSWERS,
+            ttu=lambda _, it, now: now + (ADMITTED_SECONDS if it.role else REFUSED_SECONDS),
+            timer=time.monotonic,
         )
         self._good: cachetools.TTLCache[bytes, str] = cachetools.TTLCache(
             MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
-        self._of_all = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+        self._of_all = Bucket(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
         self._of_known = access.Rate(KNOWN_PER_SECOND, KNOWN_AT_ONCE)
         self._of_one = access.Rate(QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE)
-
-    @staticmethod
-    def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
-        return now + (REFUSED_SECONDS if caller.role is None else ADMITTED_SECONDS)
 
     async def caller(self, token: str, peer: str) -> access.Caller:
         """Whose token it is. ReviewError when that cannot be known now."""
@@ -106,9 +105,10 @@ class Reviews:
         if sum((each in self._good) is known for each in self._asking) >= MOST_AT_ONCE:
             return False
         if known:
-            return self._of_known.admits(key.hex())
+            return self._of_known.of(key.hex()).take()
         # Neither rate pays when the other one refuses.
-        return self._of_one.has(at) and self._of_all.admits("") and self._of_one.admits(at)
+        one = self._of_one.of(at)
+        return one.level >= 1 and self._of_all.take() and one.take()
 
     def _end(self, key: bytes, at: str, done: asyncio.Task[access.Caller]) -> None:
         self._asking.pop(key, None)
@@ -122,8 +122,8 @@ class Reviews:
         if len(others) >= MOST_OF_OWNER:  # or one who makes tokens would push all others out
             del self._good[others[0]]
         elif key not in self._good:  # whoever is admitted has used up nothing
-            self._of_one.give_back(at)
-            self._of_all.give_back("")
+            self._of_one.of(at).give_back()
+            self._of_all.give_back()
         self._good[key] = owner
 
     def finding(self) -> kit.findings.Finding | None:
@@ -159,7 +159,7 @@ class Reviews:
 
     async def _review(self, token: str, server: client.ApiServer) -> access.Caller:
         asked = {"token": token, **({"audiences": list(a)} if (a := self._asked.audiences) else {})}
-        status = await self._post(server, "authentication.k8s.io", "TokenReview", asked)
+        status = await post(server, "authentication.k8s.io", "TokenReview", asked)
         if status.get("authenticated") is not True or (
             self._asked.audiences and not set(self._asked.audiences) & set(status["audiences"])
         ):
@@ -181,16 +181,18 @@ class Reviews:
                 "verb": str(role),
             },
         }
-        status = await self._post(server, "authorization.k8s.io", "SubjectAccessReview", asked)
+        status = await post(server, "authorization.k8s.io", "SubjectAccessReview", asked)
         return status.get("allowed") is True and not status.get("denied")
 
-    async def _post(
-        self, server: client.ApiServer, group: str, kind: str, spec: dict[str, Any]
-    ) -> dict[str, Any]:
-        body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
-        path = f"/apis/{group}/v1/{kind.lower()}s"
-        found = await server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
-        status = found["status"]
-        if not isinstance(status, dict):
-            raise ValueError(f"{kind}: the answer has no status")
-        return status
+
+async def post(
+    server: client.ApiServer, group: str, kind: str, spec: dict[str, Any]
+) -> dict[str, Any]:
+    """The status of the answer. KubeError; ValueError, LookupError, TypeError for a strange one."""
+    body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
+    path = f"/apis/{group}/v1/{kind.lower()}s"
+    found = await server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
+    status = found["status"]
+    if not isinstance(status, dict):
+        raise ValueError(f"{kind}: the answer has no status")
+    return status

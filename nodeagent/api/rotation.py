@@ -318,8 +318,6 @@ class Pair:
 
 
 class Certificate(WatchedFiles[Pair]):
-    """Certificate chain and key of the API over TCP."""
-
     def __init__(self, api: ApiSettings) -> None:
         files = (api.cert_file, api.key_file)
         super().__init__(

@@ -28,7 +28,6 @@ import kit.redact
 from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent import STARTING, groups, rooms
 from nodeagent.api import access, own
-from nodeagent.shown import overview
 from nodeagent.state import RunningRoom, State
 
 log = structlog.get_logger("agent")
@@ -219,7 +218,7 @@ class _Guard:
 
     async def _wait(self, kind: str) -> None:
         """Callers of one kind do not wait for those of another."""
-        if not self._pace.admits(kind):
+        if not self._pace.of(kind).take():
             await asyncio.sleep(WAIT_SECONDS)
 
     def _check(self, request: web.Request, caller: access.Caller, needed: Role) -> None:
@@ -238,7 +237,7 @@ class _Guard:
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         # Before the role: calls that a caller may not make cost as much as others.
-        if needed is not Role.READ and not self._changes.admits(caller.key):
+        if needed is not Role.READ and not self._changes.of(caller.key).take():
             raise web.HTTPTooManyRequests(
                 reason="too many changing calls", headers={"Retry-After": "1"}
             )
@@ -410,7 +409,7 @@ async def _send(request: web.Request, stream: Stream, door: Door) -> web.StreamR
 
 
 async def _write_lines(
-    request: web.Request, stream: Stream, identify: Identify | None = None
+    request: web.Request, stream: Stream, identify: Identify
 ) -> web.StreamResponse:
     """Ends when ``identify`` does not know the caller any more, or not as one who may read."""
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -420,7 +419,7 @@ async def _write_lines(
         async for item in items:
             if request.transport is None:
                 break  # the client has left
-            if identify is not None and time.monotonic() - asked >= ASK_AGAIN_SECONDS:
+            if time.monotonic() - asked >= ASK_AGAIN_SECONDS:
                 role, asked = (await identify(request)).role, time.monotonic()
                 if role is None or not role.includes(Role.READ):
                     break
@@ -436,26 +435,24 @@ async def _write_lines(
     return response
 
 
-def application(
-    state: State, door: Door, held: overview.HeldOverview | None = None
-) -> web.Application:
+def application(state: State, door: Door, process: own.Own | None = None) -> web.Application:
     """The whole admin API: the process's routes and those of each running room.
 
-    ``held``: what other listeners show too, so that it is made once for all of them.
+    ``process``: what other listeners show too.
     """
     roles: dict[Any, Role] = {}
     app = web.Application(
         middlewares=[_send_in_time, _Guard(door, roles).middleware], client_max_size=LONGEST_BODY
     )
 
-    async def send(request: web.Request, stream: Stream) -> web.StreamResponse:
-        return await _send(request, stream, door)
+    async def follow_events(request: web.Request) -> web.StreamResponse:
+        return await _send(request, Stream(state.findings.journal.follow()), door)
 
     # A live page is for browsers, which the API refuses.
-    own_routes = own.Own(state, door.streams, send, held).routes()
-    for own_route in own_routes:
+    for own_route in (process or own.Own(state)).routes():
         if own_route.path != "/live":
             _add(app, "GET", own_route.path, own_route.handler)
+    _add(app, "GET", "/v1/events/follow", follow_events)
     for running in state.running:
         for route in running.room.routes():
             handler = _handler(route, running, door)
@@ -511,10 +508,7 @@ def _elsewhere(state: State) -> Handler:
 
 
 def metrics_application(
-    state: State,
-    hosts: access.Hosts | None,
-    with_page: bool,
-    held: overview.HeldOverview | None = None,
+    state: State, hosts: access.Hosts | None, with_page: bool, process: own.Own | None = None
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
 
@@ -529,8 +523,7 @@ def metrics_application(
     app = web.Application(
         middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
-    found = own.Own(state, access.Streams(), _write_lines, held).routes()
-    for route in found:
+    for route in (process or own.Own(state)).routes():
         if route.path in served:
             _add(app, "GET", route.path, route.handler)
     for path in ("/v1/{rest:.*}", "/openapi.json"):

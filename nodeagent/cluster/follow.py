@@ -204,7 +204,6 @@ class Follower:
     # --- what others ask
 
     def merged(self, settings: Settings) -> Settings:
-        """The settings of the file with what the cluster adds."""
         made, self.verdicts = intent.merge(
             settings, self._known.wishes.values(), self.secrets.files
         )
@@ -234,9 +233,7 @@ class Follower:
     @property
     def leaving(self) -> dict[intent.Key, str]:
         """What is not given up yet, and what it waits for. "": nothing, it is about to go."""
-        kept = {found.kind for _, found in kinds.intents() if found.release is None}
-        found = (key for key in sorted(self._known.releasing) if key[0] not in kept)
-        return {key: self._waits.get(key, "") for key in found}
+        return {key: self._waits.get(key, "") for key in sorted(self._known.releasing)}
 
     @property
     def epoch(self) -> int:
@@ -272,6 +269,7 @@ class Follower:
             await self.secrets.read(self._known.wishes.values())
             if self._known != before:
                 await self._save()
+                log.info("objects of the cluster have changed")
                 await apply()
             await self._release(state)
             await self.requests.step(state, self.verdicts)
@@ -355,7 +353,8 @@ class Follower:
                     except (TimeoutError, OSError, RuntimeError) as error:
                         waits[kind, key] = str(error) or "it takes longer than expected"
             if done:
-                self._known = intent.released(self._known, (kind, key))
+                left = self._known.releasing - {(kind, key)}
+                self._known = dataclasses.replace(self._known, releasing=left)
         if self._known.releasing != before:
             await self._save()  # once: each time it is all that is known
         self._waits = waits

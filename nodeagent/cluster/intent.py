@@ -156,11 +156,6 @@ def step(
     return Known(dict(labels), wishes, until, frozenset(releasing))
 
 
-def released(known: Known, key: Key) -> Known:
-    """Without something that is given up."""
-    return dataclasses.replace(known, releasing=known.releasing - {key})
-
-
 def elements_of(old: Wish) -> list[str]:
     """The keys of what the object asks for, of kinds that have to be released."""
     intent = next((each for _, each in kinds.intents() if each.kind == old.kind), None)

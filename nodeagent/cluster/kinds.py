@@ -59,8 +59,6 @@ class ObjectCondition(kit.settings.Shown):
 
 
 class NodesStatus(kit.settings.Shown):
-    """How many nodes."""
-
     wanted: int = 0  # Nodes that the object selects.
     ready: int = 0  # Nodes that have the whole dataset, or all images.
     refused: int = 0  # Nodes that refuse the object. Conditions say why.
@@ -109,8 +107,6 @@ class ObjectStatus(kit.settings.Shown):
 
 
 class FindingStatus(kit.settings.Shown):
-    """One finding of the agent."""
-
     rule: str  # Rule that detected the problem.
     severity: str  # info, warning or critical.
     subject: str  # Device, dataset, image or pod.
@@ -120,16 +116,12 @@ class FindingStatus(kit.settings.Shown):
 
 
 class FindingCounts(kit.settings.Shown):
-    """How many findings there are."""
-
     critical: int = 0  # Critical findings.
     warning: int = 0  # Warnings.
     info: int = 0  # Other findings.
 
 
 class Versions(kit.settings.Shown):
-    """What runs on the node."""
-
     agent: str = ""  # Version of the agent.
     kernel: str = ""  # Release of the kernel.
 

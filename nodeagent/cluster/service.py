@@ -26,7 +26,6 @@ class Cluster:
         self._writer = writing.Writer(self._follower)
 
     def merged(self, settings: Settings) -> Settings:
-        """The settings of the file with what objects of the cluster add."""
         return self._follower.merged(settings)
 
     def metrics(self) -> Iterable[Metric]:

@@ -10,7 +10,6 @@ import asyncio
 import importlib.metadata
 import io
 import json
-import os
 import platform
 import re
 import sys
@@ -49,8 +48,6 @@ _KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----")
 # Directories of the state directory in which sources are mounted, and overlays made.
 _OF_DATASETS = ("sources", "scratch")
 
-Read = Callable[[], Awaitable[str]]
-
 
 class Bundle:
     """Files under one folder of the archive, and what the index says of each."""
@@ -80,7 +77,6 @@ class Bundle:
         )
 
     def pack(self, about: dict[str, Any]) -> bytes:
-        """The archive, compressed; the index is its first file."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             index = json.dumps({**about, "files": self.index}, indent=2).encode()
@@ -129,18 +125,17 @@ async def make(
     bundle = Bundle(stem)
     settings = await _add_settings(bundle, config)
     await _add_answers(bundle, client)
-    await _add(bundle, "doctor.json", "nodeagent doctor", lambda: _doctor(config))
+    await _add(bundle, "doctor.json", "nodeagent doctor", _doctor(config))
     for name in _KERNEL:
         path = Path("/proc/self" if name == "mountinfo" else "/proc") / name
-        await _add(bundle, f"kernel/{name.replace('/', '-')}", str(path), _reads(path))
-    await _add(bundle, "os-release", "/etc/os-release", _reads(Path("/etc/os-release")))
+        await _add(bundle, f"kernel/{name.replace('/', '-')}", str(path), _part(path))
+    await _add(bundle, "os-release", "/etc/os-release", _part(Path("/etc/os-release")))
     if settings is not None:
         await _add_state(bundle, settings)
     for path in logs:
-        await _add(bundle, f"logs/{path.name}", str(path), _reads(path, newest=True), newest=True)
+        await _add(bundle, f"logs/{path.name}", str(path), _part(path, newest=True), newest=True)
     if not logs:
-        name = "logs/nodeagent.service"
-        await _add(bundle, name, "journalctl", _journal, newest=True)
+        await _add(bundle, "logs/nodeagent.service", "journalctl", _journal(), newest=True)
     about = {
         "format": FORMAT,
         "made": time.time(),
@@ -153,23 +148,21 @@ async def make(
     return {**about, "files": bundle.index}
 
 
-async def _add(bundle: Bundle, name: str, source: str, read: Read, *, newest: bool = False) -> None:
+async def _add(
+    bundle: Bundle, name: str, source: str, text: Awaitable[str], *, newest: bool = False
+) -> None:
     try:
-        bundle.add(name, source, await read(), newest=newest)
+        bundle.add(name, source, await text, newest=newest)
     except (kit.errors.AgentError, OSError, RuntimeError, TimeoutError) as error:
         bundle.lacks(name, source, str(error) or type(error).__name__)
 
 
-def _reads(path: Path, *, newest: bool = False) -> Read:
+async def _part(path: Path, *, newest: bool = False) -> str:
     """The file's beginning or end; twice what is kept, so that nothing is cut before redaction."""
-
-    async def run() -> str:
-        text: str = await kit.child.call(
-            bundle_files.part, str(path), 2 * LARGEST, newest, deadline=FILE_SECONDS
-        )
-        return text
-
-    return run
+    text: str = await kit.child.call(
+        bundle_files.part, str(path), 2 * LARGEST, newest, deadline=FILE_SECONDS
+    )
+    return text
 
 
 async def _add_settings(bundle: Bundle, config: Path) -> Any:
@@ -189,22 +182,16 @@ async def _add_answers(bundle: Bundle, client: Callable[[], kit.room.Api]) -> No
     for room in rooms.ROOMS:
         paths += [r.path for r in room.routes() if r.method == "GET" and "{" not in r.path]
 
-    def ask(path: str) -> Read:
-        async def run() -> str:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return json.dumps(await client().call("GET", path))
-
-        return run
+    async def ask(path: str) -> str:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if path == "/metrics":
+                return await client().text(path)
+            return json.dumps(await client().call("GET", path))
 
     for path in paths:
         name = f"api/{path.removeprefix('/v1').strip('/').replace('/', '-')}.json"
         await _add(bundle, name, f"GET {path}", ask(path))
-
-    async def metrics() -> str:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            return await client().text("/metrics")
-
-    await _add(bundle, "metrics.txt", "GET /metrics", metrics)
+    await _add(bundle, "metrics.txt", "GET /metrics", ask("/metrics"))
 
 
 async def _doctor(config: Path) -> str:
@@ -253,6 +240,5 @@ def _write(target: Path, data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    descriptor = kit.files.new(target, "--file")
-    with os.fdopen(descriptor, "wb") as file:
+    with kit.files.new(target, "--file") as file:
         file.write(data)

@@ -7,6 +7,7 @@ import asyncio
 import http.client
 import io
 import json
+import types
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
@@ -45,16 +46,6 @@ class _Reply(NamedTuple):
     text: str
     status: int
     starting: str
-
-
-class _Received:
-    """All that came over a socket; for http.client, which reads it as a file."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def makefile(self, _: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
 
 
 class Client:
@@ -174,7 +165,9 @@ class Client:
                     answer = await reader.read()
                 finally:
                     writer.close()
-            response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]
+            # It reads a socket as a file.
+            received: Any = types.SimpleNamespace(makefile=lambda _: io.BytesIO(answer))
+            response = http.client.HTTPResponse(received)
             response.begin()
             text, starting = response.read().decode(), response.getheader(STARTING, "")
             return _Reply(text, response.status, starting)

@@ -25,10 +25,10 @@ from kube.settings import AccessSettings, ThisNode
 from linux import syscalls
 from nodeagent import configfile, rooms
 from nodeagent.api import listeners, rotation
+from nodeagent.api.reviews import post
 from nodeagent.settings import AdminSettings, Settings, address
 
 AT_ONCE = 4
-ANSWER_SECONDS = 5.0
 _NO_TCP = "nobody is admitted to the API over TCP"
 # What the agent's account must be allowed to create.
 _RIGHTS = (
@@ -237,24 +237,13 @@ def reviews(given: dict[str, Any]) -> str:
 
 
 async def may_review(asked: AccessSettings) -> str:
-    """As ``reviews``."""
     server = client.ApiServer(asked)
     what = "admin.api.kubernetes"
     try:
         for group, resource in _RIGHTS:
             spec = {"resourceAttributes": {"group": group, "resource": resource, "verb": "create"}}
-            answer = await server.request(
-                "POST",
-                "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
-                {
-                    "apiVersion": "authorization.k8s.io/v1",
-                    "kind": "SelfSubjectAccessReview",
-                    "spec": spec,
-                },
-                about="SelfSubjectAccessReview",
-                deadline=ANSWER_SECONDS,
-            )
-            if not answer["status"].get("allowed"):
+            answer = await post(server, "authorization.k8s.io", "SelfSubjectAccessReview", spec)
+            if not answer.get("allowed"):
                 raise kit.errors.HostError(
                     what,
                     f"the agent's account may not create {resource}.{group}",
@@ -262,7 +251,7 @@ async def may_review(asked: AccessSettings) -> str:
                 )
     except client.KubeError as error:
         raise kit.errors.HostError(what, str(error), "mend the way or the login to it") from None
-    except (KeyError, AttributeError):
+    except (LookupError, ValueError, TypeError):
         raise kit.errors.HostError(
             what, "the answer is no SelfSubjectAccessReview", "see that this is an API server"
         ) from None

@@ -80,7 +80,7 @@ def headline(
         for reason in (part.reasons or ("it gives no reason",))
         if not part.ready
     }
-    if verdict is Verdict.CRITICAL and not _critical(findings):
+    if verdict is Verdict.CRITICAL and Severity.CRITICAL not in {f.severity for f in findings}:
         untold = [f for f in grave if not any(_tells(f, reason) for reason in sick)]
         things = [*sick.values(), *map(_said, untold)]
     else:
@@ -121,14 +121,10 @@ def clipped(text: str, most: int) -> str:
     return f"{text[:most].rpartition(' ')[0] or text[:most]} …"
 
 
-def _critical(findings: Sequence[Finding]) -> bool:
-    return any(each.severity is Severity.CRITICAL for each in findings)
-
-
 def trouble_of(state: State) -> list[str]:
     """What is wrong with the process's own parts."""
-    found = [f"the settings file's latest content is not in force: {state.config_error}"]
-    found = found if state.config_error else []
+    error = state.config_error
+    found = [f"the settings file's latest content is not in force: {error}"] if error else []
     found += [f"setting {name} has changed and needs a restart" for name in state.refused]
     return found + [f"{part}: {why}" for part, said in state.degraded.items() for why in said]
 
@@ -232,7 +228,6 @@ class HeldOverview:
         return self._now
 
     def answer(self) -> bytes:
-        """As JSON."""
         now = self.now()
         if not self._bytes:
             self._bytes = json.dumps(msgspec.to_builtins(now)).encode()

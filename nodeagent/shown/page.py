@@ -70,7 +70,6 @@ POLICY = (
 
 
 def render(now: overview.Overview) -> str:
-    """The whole page."""
     facts = (
         f"<span>version {escape(now.version)}</span><span>up {ago(now.uptime_seconds)}</span>"
         f"<span id=live>As of {_clock(now.at)} UTC</span>"

@@ -64,7 +64,7 @@ def test_names_and_limits_are_those_of_agents() -> None:
     verbs = {each.verb for _, found in kinds.intents() for each in found.requests}
     assert main.WARM.removeprefix(f"{kinds.GROUP}/") in verbs
     plurals = {found.plural for _, found in kinds.intents()} | {kinds.NODE_STORAGES}
-    assert {main.NODE_STORAGES, main.DATASETS, main.IMAGE_SETS} == plurals
+    assert {server.NODE_STORAGES, main.DATASETS, main.IMAGE_SETS} == plurals
     assert main.DATASETS == "cacheddatasets"
 
 

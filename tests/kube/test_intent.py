@@ -100,7 +100,6 @@ def test_deletion_that_was_seen_ends_at_once_and_is_to_be_released() -> None:
     then = intent.step(first, {"CachedDataset": {}}, [("CachedDataset", "a")], {}, NOW, 60.0)
     assert not then.wishes
     assert then.releasing == {("CachedDataset", "a")}
-    assert not intent.released(then, ("CachedDataset", "a")).releasing
 
 
 def test_object_that_is_only_missing_ends_later_and_may_come_back() -> None:

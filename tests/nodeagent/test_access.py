@@ -51,12 +51,12 @@ def test_rate_gives_a_burst_then_so_many_a_second(monkeypatch: pytest.MonkeyPatc
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     rate = access.Rate(2.0, 3)
-    assert [rate.admits("a") for _ in range(4)] == [True, True, True, False]
-    assert rate.admits("b")
+    assert [rate.of("a").take() for _ in range(4)] == [True, True, True, False]
+    assert rate.of("b").take()
     now = 0.6
-    assert [rate.admits("a") for _ in range(2)] == [True, False]
+    assert [rate.of("a").take() for _ in range(2)] == [True, False]
     now = 100.0
-    assert [rate.admits("a") for _ in range(4)] == [True, True, True, False]
+    assert [rate.of("a").take() for _ in range(4)] == [True, True, True, False]
 
 
 async def test_record_of_calls_holds_no_secret(tmp_path: Path) -> None:

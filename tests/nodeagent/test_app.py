@@ -116,7 +116,7 @@ async def test_what_grows_with_others_texts_is_done_beside_the_loop(
     await agent._follow_settings()
     assert threads == {"file": True, "objects": True}
     threads.clear()
-    await agent._take_objects()
+    await agent._renew()
     assert threads == {"objects": True}
 
 

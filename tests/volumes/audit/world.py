@@ -7,7 +7,7 @@ from typing import Any
 
 import kit.errors
 import kit.findings
-from ceph.protocol import ClusterView, ImageView, Lock, Watcher
+from ceph.protocol import ClusterView, ImageView, Watcher
 from kube.settings import KubeletSettings, ThisNode
 from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
@@ -111,7 +111,7 @@ OURS = Watcher("client10", "10.0.0.5:0/111")
 THEIRS = Watcher("client77", "10.0.0.9:0/9")
 
 
-def image_view(*watchers: Watcher, locks: tuple[Lock, ...] = (), features: int = 0) -> ImageView:
+def image_view(*watchers: Watcher, locks: tuple[Watcher, ...] = (), features: int = 0) -> ImageView:
     return ImageView("rbd", "", "csi-vol-1", features, watchers, locks)
 
 

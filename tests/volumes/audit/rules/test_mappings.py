@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ceph.protocol import ImageView, Lock, Watcher
+from ceph.protocol import ImageView, Watcher
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.volumes.audit.world import (
     DEVICE,
@@ -142,7 +142,7 @@ def test_mapped_elsewhere_is_another_writing_client() -> None:
     reader = device(read_only=True)
     reading = scene(devices=(reader,), clusters={"c1": view(images=(image_view(THEIRS),))})
     assert only(rule, reading).severity is Severity.WARNING
-    lock = Lock("client77", "10.0.0.9:0/9", "auto 1")
+    lock = Watcher("client77", "10.0.0.9:0/9")
     locked = scene(clusters={"c1": view(images=(image_view(OURS, THEIRS, locks=(lock,)),))})
     assert "client77" in only(rule, locked).evidence["locks"]
 
