@@ -122,7 +122,7 @@ class Cache:
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
         # Before anything of a dataset is discarded.
-        await self.csi.adopt(self.settings.csi, self.settings.this_node)
+        await self.csi.node.adopt(self.settings.csi, self.settings.this_node)
         await self._add(self.settings.datasets)
         self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
@@ -382,7 +382,7 @@ class Cache:
 
     async def remove(self, name: str) -> None:
         """Remove a dataset of the settings, or what is left of one that the settings lost."""
-        with self.csi.leaving(name):
+        with self.csi.node.leaving(name):
             async with self.presence.ending(name):
                 await self._remove(name)
 
@@ -394,7 +394,7 @@ class Cache:
         dataset = self.get(name)
         refuse_eviction(dataset, force=force)
         using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
-        _refuse_used(dataset, [*using, *self.csi.users(name)])
+        _refuse_used(dataset, [*using, *map(str, self.csi.node.of(name))])
         refuse_read(dataset, time.time())
         refuse_eviction(dataset, force=force)  # it may be another thing by now
         dataset.eviction = figures.Eviction("queued", to)

@@ -6,7 +6,6 @@ leaves no mount without one. After a reboot there are files without mounts; ``lo
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import structlog
 
 import kit.errors
-import kit.files
 import kit.formats
 
 log = structlog.get_logger("csi")
@@ -105,9 +103,8 @@ def _volume(value: Any) -> DatasetVolume:
 
 def write(folder: Path, volume: DatasetVolume) -> None:
     """OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fields = {kit.formats.KEY: FORMAT, **dataclasses.asdict(volume)}
-    kit.files.save(file_of(folder, volume.target), json.dumps(fields).encode())
+    file = file_of(folder, volume.target)
+    kit.formats.save(str(file), dataclasses.asdict(volume), FORMAT)
 
 
 def forget(folder: Path, target: str) -> None:
