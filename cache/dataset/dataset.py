@@ -293,7 +293,9 @@ class Dataset(standing.Standing):
             "shown": {**dataclasses.asdict(self._shown), "generation": self.generation.created},
             **({"unsure": self.unsure} if self.unsure else {}), **other,
         }  # fmt: skip
-        await kit.child.call(kept.save, str(self._state), fields, deadline=STORE_SECONDS)
+        await kit.child.call(
+            kit.formats.save, str(self._state), fields, kept.FORMAT, deadline=STORE_SECONDS
+        )
 
     def _refuse_newer(self) -> None:
         if self.newer is not None:
@@ -325,7 +327,10 @@ class Dataset(standing.Standing):
                     await self.remove()
                     self.discarded = True
                 async with self.lock:
-                    await self._allow()
+                    # The parent of a view is made with it: until then a pod that asks for it as a
+                    # directory has to wait.
+                    if self.published:
+                        await self._set_access()
                     acted = await self._act(next_action(self.facts()))
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 acted = False
@@ -389,16 +394,8 @@ class Dataset(standing.Standing):
         there = self.reached is not None or not self.current.hidden
         return self.generation.damaged > 0 and there
 
-    async def _allow(self) -> None:
-        """Give the view's parent its owner and mode, at the start and when the settings change.
-
-        It is made with the view: until then a pod that asks for it as a directory has to wait.
-        """
-        if self.removed or self.newer is not None or self.stage is Stage.NONE:
-            return
-        await self._set_access()
-
     async def _set_access(self) -> None:
+        """Give the view's parent its owner and mode."""
         access = self.settings.access
         if self._allowed == access:
             return
@@ -611,11 +608,6 @@ class Dataset(standing.Standing):
         if self.job is not None:
             self._ending = asyncio.create_task(self.job.cancel())
 
-    async def put_back(self) -> None:
-        """It was removed, and is wanted again. The caller has the lock."""
-        self.removed, self.unsure = False, ""
-        await self.save_state()
-
     async def remove(self) -> None:
         """Take the view down and discard the store. InUseError names who uses the view.
 
@@ -654,15 +646,11 @@ class Dataset(standing.Standing):
             if job is not None:
                 await job.cancel()
 
-    def used(self) -> int:
-        """SSD bytes that it takes, with what its generations share counted once."""
+    def used(self, *, beside: Generation | None = None) -> int:
+        """SSD bytes that it takes, with what its generations share counted once. ``beside``:
+        without what that one takes of its own."""
         every = self.every_generation()
-        return sum(each.used(every) for each in every)
-
-    def used_beside(self, target: Generation) -> int:
-        """As ``used``, without what ``target`` takes of its own."""
-        every = self.every_generation()
-        return sum(each.used(every) for each in every if each is not target)
+        return sum(each.used(every) for each in every if each is not beside)
 
 
 def is_busy(dataset: Dataset) -> bool:

@@ -224,10 +224,6 @@ class Kept:
         """Not all files are kept."""
         return self._share < subset.ALL
 
-    def waits(self, *, listing: bool) -> bool:
-        """Nothing is copied yet: positions follow from what all files have together."""
-        return listing and self.partly
-
     def of(self, chunk: index.Chunk) -> list[Entry]:
         """The entries of a chunk that are copied."""
         if not self.partly:
@@ -308,7 +304,7 @@ class FillPass(Pass):
             self.large.committed(each)
 
     def next_assignment(self) -> Assignment | None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             return None
         return self._scan_assignment() or self._copying_assignment()
 
@@ -446,8 +442,8 @@ class FillPass(Pass):
         if chunk is None:  # its directory is listed again
             self.chunks = []
             return None, False
-        if self.kept.waits(listing=not (self.skeleton or self.no_room)):
-            return None, False
+        if self.kept.partly and not (self.skeleton or self.no_room):
+            return None, False  # positions follow from what all files have together
         wanted = self.kept.of(chunk)
         if any(map(large.is_large, wanted)):
             self.chunks = []
@@ -633,7 +629,7 @@ class FillPass(Pass):
         return [] if self.kept.partly else self.index.sealable(SEALS_IN_A_BATCH)
 
     def end_if_done(self) -> None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             raise Ended("cancelled")
         if not self.skeleton and not self.no_room:
             return

@@ -7,7 +7,6 @@ before and after each of them, and a file that differs is not the one that the p
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Callable, Sequence
 
@@ -179,9 +178,7 @@ class LargeCopier:
         self._throttle.step(1, 0)
         answer = protocol.Completed(checksum=checksum, allocated=allocated)
         if item.nlink > 1:
-            mode = stat.S_IMODE(item.mode)
-            key = f"{item.ino:x}-{checksum}-{mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
-            answer.link = protocol.Link(job.key, key)
+            answer.link = protocol.Link(job.key, copy.link_key(item, checksum))
         return answer
 
 

@@ -208,7 +208,7 @@ class VerifyPass(coordinator.Pass):
             save_cursor(db, kept)
 
     def next_assignment(self) -> Assignment | None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             return None
         return self._replace() or self._verify()
 
@@ -362,7 +362,7 @@ class VerifyPass(coordinator.Pass):
             self._quarantine(path[:-1], path[-1])
 
     def end_if_done(self) -> None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             raise Ended("cancelled")
         if self.bad or self.parts or self.directories or self._following(1):
             return

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import xxhash
 
@@ -22,11 +21,6 @@ MOST_NAMED = 20  # uncompared files of one directory that are named; all are cou
 # A damaged file system answers so, for what it lost or cannot read.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Checked(NamedTuple):
-    fault: str  # '' when its bytes are those that were stored
-    repaired: int = 0  # extents that were fetched again
 
 
 @dataclass(frozen=True)
@@ -200,11 +194,8 @@ class Verifier:
                 if place.job.afresh:  # jobs read their sources now: no page is missed
                     os.posix_fadvise(stored, 0, 0, os.POSIX_FADV_DONTNEED)
                 if large.is_stored_so(stored):
-                    checked = self._verify_large(place, name, kept)
-                    if checked.repaired:
-                        place.found.repaired.append((name, checked.repaired))
-                    if checked.fault:
-                        return checked.fault, size
+                    if fault := self._verify_large(place, name, kept):
+                        return fault, size
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
@@ -215,7 +206,8 @@ class Verifier:
                 return self._compare(stored, kept, name, place.source), size
             return "", size
 
-    def _verify_large(self, place: _Directory, name: str, kept: str) -> Checked:
+    def _verify_large(self, place: _Directory, name: str, kept: str) -> str:
+        """The fault, '' when its bytes are those that were stored."""
         with contextlib.ExitStack() as stack:
             source = None
             if place.job.reachable:
@@ -224,22 +216,22 @@ class Verifier:
                 except OSError as error:  # the store's file is not to blame
                     if error.errno in tree.SOURCE_GONE:
                         raise
-            return self._check_large(place.directory, name, kept, source)
+            return self._check_large(place, name, kept, source)
 
-    def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:
+    def _check_large(self, place: _Directory, name: str, kept: str, source: int | None) -> str:
         """``kept``: its checksum. ``source``: its directory there, to fetch bad extents from.
 
         OSError when it cannot be read in the store, or the whole source has gone.
         """
         flags = os.O_RDWR if source is not None else os.O_RDONLY
         with (
-            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=directory)) as stored,
+            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=place.directory)) as stored,
             large.records_of(self.generation, stored) as held,
         ):
             self.throttle.step(1, 0)
             if held is None or held.checksum() != kept:
                 # The records are lost: the file's checksum still tells whether all of it is good.
-                return Checked(_without_records(self.generation, stored, kept, self.throttle))
+                return _without_records(self.generation, stored, kept, self.throttle)
             bad = []
             for extent in range(held.count):
                 try:
@@ -252,14 +244,15 @@ class Verifier:
                     bad.append(extent)
                 self.throttle.step(0, held.span(extent)[1])
             if not bad:
-                return Checked("")
+                return ""
             first = held.span(bad[0])[0]
             fault = f"{len(bad)} extents are not what was stored, the first at {first}"
             if source is None:
-                return Checked(fault)
-            if _repair(held, bad, name, source, self.throttle):
-                return Checked("", len(bad))
-            return Checked(f"{fault}; the source has other bytes there")
+                return fault
+            if not _repair(held, bad, name, source, self.throttle):
+                return f"{fault}; the source has other bytes there"
+            place.found.repaired.append((name, len(bad)))
+            return ""
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
         """How a stored file differs from the source's, '' when it does not.

@@ -177,11 +177,7 @@ def _check_format(store: Path, former: str) -> None:
             raise _unusable(store, why, remedy)
     if kept is not None:
         kit.formats.set_aside(marker)
-    _mark(marker, former)
-
-
-def _mark(marker: Path, known: str) -> None:
-    fields = {"format": disk.STORE_FORMAT, "uuid": known or str(uuid.uuid4())}
+    fields = {"format": disk.STORE_FORMAT, "uuid": former or str(uuid.uuid4())}
     kit.files.save(marker, json.dumps(fields).encode())
 
 
@@ -407,18 +403,13 @@ def has_quarantined(folder: str) -> bool:
         return False
 
 
-def forget_quarantined(folder: str) -> None:
-    """Delete the list. OSError."""
-    write_quarantined(Path(folder), [])
-
-
-def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:
+def write_quarantined(folder: str | Path, files: Sequence[tuple[list[str], str]]) -> None:
     """Replace the list durably; an empty one is deleted. OSError."""
     if not files:
-        (folder / QUARANTINE).unlink(missing_ok=True)
+        Path(folder, QUARANTINE).unlink(missing_ok=True)
         return
     text = "".join(f"{json.dumps(file)}\n" for file in files)
-    kit.files.save(folder / QUARANTINE, text.encode("ascii"))
+    kit.files.save(Path(folder, QUARANTINE), text.encode("ascii"))
 
 
 def add_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:

@@ -92,7 +92,8 @@ class Jobs:
         ``now``: before all others, whatever their priority.
         """
         async with dataset.lock:
-            await dataset.put_back()
+            dataset.removed, dataset.unsure = False, ""
+            await dataset.save_state()
             dataset.eviction = Eviction()
             match dataset.generation.state:
                 case "complete":

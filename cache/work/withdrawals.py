@@ -16,7 +16,8 @@ bytes are wrong waits no longer for the others.
 import asyncio
 import dataclasses
 import time
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -39,11 +40,8 @@ NOT_WITHDRAWN = "bad files could not be withdrawn"
 _SHOWS_COPY = (Stage.OVERLAY, Stage.STORE)
 
 
-class Run(Protocol):
-    async def __call__(
-        self, dataset: Dataset, kind: str, task: protocol.AnyTask, target: Generation | None, /
-    ) -> protocol.End:
-        """Run a pass over a generation; None: over the current one."""
+# Runs a pass over a generation; None: over the current one.
+Run = Callable[[Dataset, str, protocol.AnyTask, Generation | None], Awaitable[protocol.End]]
 
 
 class Withdrawals:
@@ -75,7 +73,8 @@ class Withdrawals:
         if bad:
             await dataset.change(state="filling", wanted=True, damaged=bad, why=why)
             dataset.due.fill_soon()
-        await kit.child.call(generations.forget_quarantined, dataset.folder, deadline=STORE_SECONDS)
+        forget = generations.write_quarantined
+        await kit.child.call(forget, dataset.folder, [], deadline=STORE_SECONDS)
         return why
 
     async def _withdraw(self, dataset: Dataset, bad: int) -> tuple[int, str]:

@@ -148,7 +148,7 @@ async def test_times_outlive_the_agent(tmp_path: Path) -> None:
     again = dataset("b", state="complete", created=50.0)
     made(tmp_path, again)
     assert again.use == Use(70.0)
-    users.save(str(tmp_path / users.FILE), {"b": 2.0**40})
+    kit.formats.save(str(tmp_path / users.FILE), {"used": {"b": 2.0**40}}, users.FORMAT)
     made(tmp_path, again)
     assert again.use.last <= time.time(), "the clock went back since"
 
