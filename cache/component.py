@@ -161,14 +161,11 @@ class Cache:
                 paths=left[:MOST_PATHS],
             )
 
-    async def _check_disk(self) -> None:
-        """HostError unless the store's disk is mounted. Beside the loop: mount tables are long."""
-        await asyncio.to_thread(disk.check, self._store, self.settings.disk, self._state_dir)
-
     async def _prepare_store(self) -> None:
         """AgentError when the store cannot be used."""
         try:
-            await self._check_disk()
+            # Beside the loop: mount tables are long.
+            await asyncio.to_thread(disk.check, self._store, self.settings.disk, self._state_dir)
             known = await asyncio.to_thread(disk.kept_uuid, self._store, self._state_dir)
             await kit.child.call(generations.prepare, self._store, known, deadline=STORE_SECONDS)
             await asyncio.to_thread(disk.remember, self._store, self._state_dir)
@@ -394,7 +391,9 @@ class Cache:
         dataset = self.get(name)
         refuse_eviction(dataset, force=force)
         using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
-        _refuse_used(dataset, [*using, *map(str, self.csi.node.of(name))])
+        if using := [*using, *map(str, self.csi.node.of(name))]:
+            who = f"in use by {kit.errors.some(using)}"
+            raise kit.errors.InUseError(f"dataset {name}", who, "end them, then try again")
         refuse_read(dataset, time.time())
         refuse_eviction(dataset, force=force)  # it may be another thing by now
         dataset.eviction = figures.Eviction("queued", to)
@@ -473,10 +472,7 @@ class Cache:
                 log.warning("trash could not be emptied; it is tried again", why=str(error))
                 self._trash_waits = True
                 await asyncio.sleep(TRASH_RETRY_SECONDS)
-        await self._room_again()
-
-    async def _room_again(self) -> None:
-        """Discarded generations are deleted: their bytes are for datasets that lacked room."""
+        # Their bytes are for datasets that lacked room.
         await self.jobs.limits_changed()
         self.jobs.room_came(self.datasets.values())
 
@@ -546,13 +542,6 @@ def refuse_read(dataset: Dataset, now: float) -> None:
         wait = kit.units.format_duration(figures.RECENT_SECONDS)
         remedy = f"end it, and try again {wait} after its last open"
         raise kit.errors.InUseError(f"dataset {dataset.name}", f"in use by {reader}", remedy)
-
-
-def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:
-    """InUseError names some of ``users``, if there are any."""
-    if users:
-        who = f"in use by {kit.errors.some(users)}"
-        raise kit.errors.InUseError(f"dataset {dataset.name}", who, "end them, then try again")
 
 
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:

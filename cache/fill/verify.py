@@ -276,8 +276,8 @@ class VerifyPass(coordinator.Pass):
         for at, name in answer.also:
             self.also[at].append((job.path, name))
         if answer.cached and not self.cached:
-            self.run.note("files are read through the page cache: the store's file system refuses "
-                          "direct and uncached reads")  # fmt: skip
+            why = "the store's file system refuses direct reads"
+            self.run.note(f"files are read through the page cache: {why}")
         self.cached += answer.cached
         for name, why in answer.named[: max(0, MOST_NOTES - found.not_compared)]:
             self.run.note(f"not compared {'/'.join([*job.path, name])!r}: {why}")

@@ -139,7 +139,7 @@ class Verifier:
             return
         try:
             fault, size = self._verify_file(place, name)
-            found.cached += self._stored.way == CACHED
+            found.cached += self._stored.cached
         except NotComparedError as error:
             fault, size = "", error.size
             found.uncompared += 1
@@ -314,11 +314,8 @@ def _names(directory: int) -> tuple[list[str], int]:
 #
 # A verify wants to know what the disk has, not what memory remembers, and the pages of running jobs
 # are worth more than those of files that are read once a month. ext4 and XFS read directly
-# (O_DIRECT); where a file system refuses that, the kernel's uncached reads are tried
-# (RWF_DONTCACHE, kernel 6.14), else the page cache is used and the worker says so.
+# (O_DIRECT); where a file system refuses that, the page cache is used and the worker says so.
 
-DIRECT, UNCACHED, CACHED = "direct", "uncached", "cached"
-_DONTCACHE = 0x80  # RWF_DONTCACHE
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -328,11 +325,15 @@ class DiskReader:
     def __init__(self, throttle: control.Throttle) -> None:
         self._throttle = throttle
         self._buffer = memoryview(mmap.mmap(-1, copy.BLOCK))
-        self.way = DIRECT  # of the last file
+        self.cached = False  # the last file was read through the page cache
 
     def checksum(self, descriptor: int) -> str:
         """Of an open stored file, in hex. OSError of the disk; Cancelled."""
-        self.way = _begin(descriptor)
+        self.cached = False
+        try:
+            _set_direct(descriptor, on=True)
+        except OSError as error:
+            self._use_cache(descriptor, error)
         summed = xxhash.xxh3_128()
         offset = 0
         counted = 0  # files: with the first block
@@ -360,33 +361,22 @@ class DiskReader:
         return size
 
     def _read_some(self, descriptor: int, into: memoryview, offset: int) -> int:
-        if self.way == UNCACHED:
-            try:
-                return os.preadv(descriptor, [into], offset, _DONTCACHE)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self.way = CACHED
-                # At least the disk is asked, unless a job has the pages mapped.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             return os.preadv(descriptor, [into], offset)
         except OSError as error:
-            if self.way != DIRECT or error.errno not in _REFUSED:
+            if self.cached:
                 raise
+            self._use_cache(descriptor, error)
         _set_direct(descriptor, on=False)
-        self.way = UNCACHED
-        return self._read_some(descriptor, into, offset)
+        return os.preadv(descriptor, [into], offset)
 
-
-def _begin(descriptor: int) -> str:
-    try:
-        _set_direct(descriptor, on=True)
-    except OSError as error:
+    def _use_cache(self, descriptor: int, error: OSError) -> None:
+        """Unless ``error`` says more than that direct reads are refused."""
         if error.errno not in _REFUSED:
-            raise
-        return UNCACHED
-    return DIRECT
+            raise error
+        self.cached = True
+        # At least the disk is asked, unless a job has the pages mapped.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _set_direct(descriptor: int, *, on: bool) -> None:

@@ -232,24 +232,20 @@ def highest_verified(store: str) -> int:
     return max((int(each.get("verified", 0)) for each in found), default=0)
 
 
-def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
-    """``load`` each, after deleting what a killed coordinator left in its staging folder.
+def adopt_all(store: str, datasets: list[str]) -> list[dict[str, dict[str, Any] | None]]:
+    """``load`` every generation of each dataset, by its folder, after deleting what a killed
+    coordinator left in its staging folder.
 
     ``tree`` is added: the inode number of the tree or image, 0 when there is none. ``damaged`` is
     as the list of bad files has it.
     """
-    return [_adopt(folder) for folder in folders]
-
-
-def adopt_all(store: str, datasets: list[str]) -> list[dict[str, dict[str, Any] | None]]:
-    """``adopt`` every generation of each dataset, by its folder."""
     found = []
     for name in datasets:
         try:
             folders = sorted(str(each) for each in (Path(store) / name).iterdir() if each.is_dir())
         except OSError:
             folders = []
-        found.append(dict(zip(folders, adopt(folders), strict=True)))
+        found.append({folder: _adopt(folder) for folder in folders})
     return found
 
 

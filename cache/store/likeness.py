@@ -65,10 +65,7 @@ def look_of(kept: Entry, now: os.stat_result | None) -> Look:
     """By its status alone. Pure."""
     if now is None:
         return Look.GONE
-    kind = stat.S_IFMT(kept.mode)
-    if kind != stat.S_IFMT(now.st_mode) or kept.mtime_ns != now.st_mtime_ns:
-        return Look.CHANGED
-    if kept.size != now.st_size:
+    if not tree.same_content(kept, now):
         return Look.CHANGED
     return Look.TOUCHED if kept.ctime_ns != now.st_ctime_ns else Look.SAME
 

@@ -240,7 +240,7 @@ class Jobs:
                     next_one.due.fill_soon()
                     dataset.wake()
 
-    async def _room_was_made(self, *, asked: bool) -> None:
+    async def _room_was_made(self, asked: bool) -> None:
         """Files were taken out beside a fill. ``asked``: by an operator."""
         await self.limits_changed()
         if asked:
@@ -412,7 +412,8 @@ class Jobs:
             dataset.verification = Verification("failed", against_source, why)
             dataset.wake()
             return
-        task = tasks.verify(dataset, self._limits(dataset, "verify"), source=against_source)
+        limits = self._limits(dataset, "verify")
+        task = tasks.verify(dataset, dataset.current, limits, source=against_source)
         troubles = dataset.soundness.troubles
         end = await self._run(dataset, "verify", task)
         found = end.verify or protocol.VerifyEnd()

@@ -185,7 +185,7 @@ class Scrubber:
         if earlier:
             target.reached = None  # its source is asked when something is bad
         ahead = self._ahead(dataset, target, chosen.reason)
-        task = tasks.scrub(dataset, target, limits, cursor, ahead)
+        task = tasks.verify(dataset, target, limits, cursor=cursor, ahead=ahead)
         # No await since it was chosen: no job has begun meanwhile.
         show(dataset, target, scrub.shown)
         end = await self._run(dataset, scrub, task, chosen, pace)

@@ -224,7 +224,8 @@ class Withdrawals:
         self, dataset: Dataset, part: str, of: Generation | None = None
     ) -> protocol.End:
         target = of or dataset.current
-        task = tasks.withdraw(dataset, target, self._limits_of(dataset, "withdraw"), part)
+        known = tasks.common(dataset, target, self._limits_of(dataset, "withdraw"))
+        task = protocol.WithdrawTask(**known, part=part)
         return await self._run(dataset, "withdraw", task, of)
 
 
