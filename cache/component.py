@@ -78,7 +78,7 @@ class Cache:
         self.uses = uses.Uses(self.datasets, self._state_dir, self.csi.has_volumes)
         self.jobs.look = self.uses.look
         self.reserve = reserve.Reserve(settings, self._reserve_changed)
-        self.jobs.least = self.reserve.now
+        self.jobs.least = lambda: self.reserve.least
         self._store = os.path.realpath(settings.store)
         self._views = os.path.realpath(settings.views)
         self._reporter = reporter
@@ -222,8 +222,10 @@ class Cache:
         taken: list[DatasetSettings] = []
         for name, new in wanted.items():
             old = self.datasets[name].settings if name in self.datasets else new
-            # The source cannot change under a view; the way to it and everything else can.
-            if same_place(old.source, new.source) and _same_promise(old, new):
+            # The source cannot change under a view; the way to it and everything else can. Nor can
+            # a frozen tree become a snapshot while the agent runs, or the other way round.
+            same_promise = (old.freshness == "frozen") == (new.freshness == "frozen")
+            if same_place(old.source, new.source) and same_promise:
                 taken.append(new)
             else:
                 refused.append(f"datasets.{name}.source")
@@ -344,7 +346,7 @@ class Cache:
             fields = succession.adopt(kept_ones)
             dataset.no_store, dataset.soundness = self.no_store, self.soundness
             dataset.has_volumes = functools.partial(self.csi.has_volumes, dataset.name)
-            self.presence.take(dataset)
+            dataset.tell = self.presence.tell
             dataset.adopt(fields)
             self.datasets[dataset.name] = dataset
             self.successions[dataset.name] = succession
@@ -546,11 +548,6 @@ def refuse_read(dataset: Dataset, now: float) -> None:
 
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:
     return settings.budget, settings.budget_inodes
-
-
-def _same_promise(old: DatasetSettings, new: DatasetSettings) -> bool:
-    """A frozen tree cannot become a snapshot while the agent runs, nor the other way round."""
-    return (old.freshness == "frozen") == (new.freshness == "frozen")
 
 
 def _reason(dataset: Dataset) -> str:

@@ -301,10 +301,6 @@ class Dataset(standing.Standing):
         if self.newer is not None:
             raise self.newer
 
-    def due_of(self, target: Generation) -> due.Due:
-        """When a fill of ``target`` is due."""
-        return self.due if target is self.current else target.due
-
     async def change(self, of: Generation | None = None, /, **changes: Any) -> None:
         """Change generation.json of a generation durably; None: of the current one."""
         was = self.whole()
@@ -607,6 +603,11 @@ class Dataset(standing.Standing):
     def _end_job(self) -> None:
         if self.job is not None:
             self._ending = asyncio.create_task(self.job.cancel())
+
+    async def put_back(self) -> None:
+        """It was removed, and is wanted again. The caller has the lock."""
+        self.removed, self.unsure = False, ""
+        await self.save_state()
 
     async def remove(self) -> None:
         """Take the view down and discard the store. InUseError names who uses the view.

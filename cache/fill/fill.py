@@ -341,7 +341,9 @@ class FillPass(Pass):
         waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
         if not waiting:
             if not self.scanning and not self.index.found(1):
-                self._skeleton_complete()
+                self.skeleton = True
+                self.run.all_listed()
+                agent.say(protocol.Report(skeleton=True))
             return None
         if (reading := self.published.assignment()) or self.published.waits:
             return reading
@@ -371,11 +373,6 @@ class FillPass(Pass):
         )  # fmt: skip
         size = allowance * DIRECTORY
         return Assignment(job, directory=number, allocated=size, inodes=allowance)
-
-    def _skeleton_complete(self) -> None:
-        self.skeleton = True
-        self.run.all_listed()
-        agent.say(protocol.Report(skeleton=True))
 
     def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory

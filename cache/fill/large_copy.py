@@ -51,8 +51,7 @@ class LargeCopier:
                 part.commit()
                 self._throttle.begin(0)
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return protocol.ExtentsCopied(left=list(job.extents), full=True)
             answer.failed = copy.failure(job.entry.name, error)
@@ -89,8 +88,7 @@ class LargeCopier:
         except control.Cancelled:
             pass  # what was put is kept
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             # What was put before is kept for another pass.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 answer.full = True
@@ -171,8 +169,7 @@ class LargeCopier:
                     part.data, status.st_uid, status.st_gid, status.st_mode, status.st_mtime_ns
                 )
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             changed = isinstance(error, copy.ChangedError)
             return protocol.Completed(failed=copy.failure(item.name, error), changed=changed)
         self._throttle.step(1, 0)
@@ -187,8 +184,7 @@ def _is_hole(origin: int, offset: int, length: int) -> bool:
     try:
         return extents.is_hole(origin, offset, length)
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         return False
 
 

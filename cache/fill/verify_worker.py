@@ -199,8 +199,7 @@ class Verifier:
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 return f"cannot be read in the store: {copy.reason(error)}", size
             if place.source is not None:
                 return self._compare(stored, kept, name, place.source), size
@@ -214,8 +213,7 @@ class Verifier:
                 try:
                     source = stack.enter_context(tree.opened(self.source, place.job.path))
                 except OSError as error:  # the store's file is not to blame
-                    if error.errno in tree.SOURCE_GONE:
-                        raise
+                    tree.raise_if_gone(error)
             return self._check_large(place, name, kept, source)
 
     def _check_large(self, place: _Directory, name: str, kept: str, source: int | None) -> str:
@@ -273,8 +271,7 @@ class Verifier:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 return "is a symbolic link in the source"
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             raise NotComparedError(error, here.st_size) from error
 
     def _difference(
@@ -426,8 +423,7 @@ def _repair(
     try:
         origin = os.open(name, _FLAGS | os.O_NONBLOCK, dir_fd=source)
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         return False
     with kit.files.closing(origin):
         if os.fstat(origin).st_size != held.size:
@@ -436,8 +432,7 @@ def _repair(
             try:
                 data = extents.read(origin, held.size, extent)
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 return False
             if extents.record_of(data) != held.record(extent):
                 return False

@@ -144,8 +144,7 @@ class Worker:
             for item in listed.entries if listed else self._entries(job.path, source):
                 if not isinstance(item, Entry):
                     name, error = item
-                    if error.errno in tree.SOURCE_GONE:
-                        raise error
+                    tree.raise_if_gone(error)
                     found.entries += 1
                     part.failed.append(copy.failure(name, error, asked=True))
                 elif item.name in job.mounted:
@@ -371,8 +370,7 @@ class Worker:
                             key = copy.link_key(item, self.copier.checksum)
                             copied.links.append(protocol.Link(item.name, key))
                     except OSError as error:
-                        if error.errno in tree.SOURCE_GONE:
-                            raise
+                        tree.raise_if_gone(error)
                         if error.errno in (errno.ENOSPC, errno.EDQUOT):
                             stopped = copied.full = True
                             break

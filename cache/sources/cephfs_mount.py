@@ -29,7 +29,7 @@ import kit.redact
 from cache.settings import CephfsSource
 from ceph import monitors, secrets
 from ceph.monitors import Address
-from linux import mountinfo, mounts
+from linux import mountinfo, mounts, procfs
 
 log = structlog.get_logger("source")
 
@@ -291,14 +291,11 @@ def delete(folder: Path, names: Iterable[str]) -> None:
 
 def _daemons(target: str) -> list[int]:
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
+    for pid in procfs.pids():
+        with contextlib.suppress(OSError):  # just ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if words[0].endswith(b"ceph-fuse") and os.fsencode(target) in words:
-                found.append(int(entry.name))
+                found.append(pid)
     return found
 
 

@@ -1,6 +1,5 @@
 """What the agent gives a pass: its source, its generation and its limits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from cache.dataset.dataset import Dataset
@@ -34,18 +33,16 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
 
 def verify(
     dataset: Dataset, target: Generation, limits: protocol.Limits, *, source: bool = False,
-    cursor: str = "", ahead: Sequence[Generation] = (),
+    **scrub: Any,
 ) -> protocol.AnyTask:  # fmt: skip
-    """``source``: compare with the source too. ``cursor``: the round of a scrub that it continues.
-    ``ahead``: whose own scrub reads what is shared."""
+    """``source``: compare with the source too. ``scrub``: fields of ``VerifyTask``."""
     if target.source.block:
         return _block(target, limits)
     # Others may have a bad file of it, too: an update that is under way links those of the current.
     others = [each.folder for each in dataset.every_generation() if each is not target]
     return protocol.VerifyTask(
-        **common(dataset, target, limits), against_source=source,
-        reachable=target.reached is not None, scrub=cursor,
-        ahead=[each.folder for each in ahead], also=others,
+        **common(dataset, target, limits), **scrub, also=others,
+        against_source=source, reachable=target.reached is not None,
     )  # fmt: skip
 
 

@@ -179,8 +179,7 @@ class _Comparing:
             try:
                 found = self._part(number) if table == _PARTS else self._directory(number)
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 continue  # it cannot be read now, which is no difference
             except ValueError:
                 continue  # a damaged part, or a newer agent's

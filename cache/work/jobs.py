@@ -92,8 +92,7 @@ class Jobs:
         ``now``: before all others, whatever their priority.
         """
         async with dataset.lock:
-            dataset.removed, dataset.unsure = False, ""
-            await dataset.save_state()
+            await dataset.put_back()
             dataset.eviction = Eviction()
             match dataset.generation.state:
                 case "complete":
@@ -307,10 +306,11 @@ class Jobs:
             await dataset.change(target, state="filling", why="", verified=verified, **changes)
         kind = FILL if serves else UPDATE
         task = tasks.fill(dataset, target, self._limits(dataset, kind, target))
-        target.queued = dataset.due_of(target).fill_again = False
+        times = dataset.due if serves else target.due
+        target.queued = times.fill_again = False
         try:
             end = await self._run(dataset, kind, task, target)
-            await self._fill_ended(dataset, target, end, serves=serves)
+            await self._fill_ended(dataset, target, end, times)
         finally:
             dataset.job = None
             dataset.wake()
@@ -333,10 +333,11 @@ class Jobs:
         return False
 
     async def _fill_ended(
-        self, dataset: Dataset, target: Generation, end: protocol.End, *, serves: bool
+        self, dataset: Dataset, target: Generation, end: protocol.End, times: due.Due
     ) -> None:
-        """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
-        times = dataset.due if serves else target.due
+        """Note the outcome, and queue it again when it is to go on as soon as it is its turn.
+        ``times``: of the fills of what serves, or of the next one."""
+        serves = times is dataset.due
         event = "fill ended" if serves else "update ended"
         log.info(event, dataset=dataset.name, result=end.result, why=end.why)
         goes_on, refused = dataset.gave_way, end.result in ("refused", "crossed")
@@ -376,7 +377,8 @@ class Jobs:
             if not serves and dataset.next is not target:
                 return
             if end.result == "partial":
-                if goes_on or _fits_now(times, end):
+                lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
+                if goes_on or (lacked and times.fill_again):  # room came since it began
                     # Of the one that serves an eviction may have written newer figures meanwhile.
                     changes = {"state": "filling"} if serves else changes | {"state": "filling"}
                     goes_on, target.fits = True, False
@@ -451,12 +453,6 @@ class Jobs:
 
 async def _nothing(*_: object) -> None:
     return
-
-
-def _fits_now(times: due.Due, end: protocol.End) -> bool:
-    """Whether room came since a fill began that left something out. The caller has the lock."""
-    lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
-    return lacked and times.fill_again
 
 
 def _may_go_on(dataset: Dataset, target: Generation) -> bool:

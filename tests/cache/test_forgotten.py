@@ -83,8 +83,7 @@ async def test_an_operators_word_ends_that(tmp_path: Path) -> None:
     dataset = started(tmp_path, "frozen", {}, damaged=True)
     await dataset.save_state()
     assert started(tmp_path, "frozen", {}).unsure, "it holds over restarts"
-    dataset.removed, dataset.unsure = False, ""
-    await dataset.save_state()
+    await dataset.put_back()
     assert dataset.facts().fill_wanted
     assert not started(tmp_path, "frozen", {}).unsure
 

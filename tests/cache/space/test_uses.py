@@ -108,7 +108,7 @@ async def test_a_look_keeps_what_was_opened_for_the_hit_ratio(area: Path, view: 
     try:
         for _ in range(100):
             await looks._look_at_opens()
-            if hits.shown(shown.hits, Stage.OVERLAY) is not None:
+            if shown.hits.ratio(Stage.OVERLAY, time.monotonic()) is not None:
                 break
     finally:
         os.kill(int(started.stdout), signal.SIGKILL)
