@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 import kit.errors
@@ -84,20 +85,14 @@ def _paths(folder: Path) -> list[Path]:
 def _one(path: Path, read: Callable[..., Any]) -> DatasetVolume | kit.formats.Damage | None:
     """None for one of a newer agent, too."""
     try:
-        found: DatasetVolume | kit.formats.Damage | None = read(path, FORMAT, _volume)
+        found: DatasetVolume | kit.formats.Damage | None = read(
+            path, FORMAT, lambda value: msgspec.convert(value, DatasetVolume)
+        )
     except kit.errors.HostError as error:
         log.warning("record of a volume cannot be read", path=str(path), why=str(error))
         return None
     if isinstance(found, kit.formats.Damage):
         log.warning("record of a volume cannot be read", path=str(path), why=found.why)
-    return found
-
-
-def _volume(value: Any) -> DatasetVolume:
-    """ValueError, TypeError for what no agent wrote."""
-    found = DatasetVolume(**{name: each for name, each in value.items() if name != kit.formats.KEY})
-    if any(not isinstance(each, str) for each in dataclasses.astuple(found)):
-        raise ValueError("a field of it is no text")
     return found
 
 

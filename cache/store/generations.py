@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,7 +44,6 @@ GENERATION_FORMAT = 1  # of generation.json
 TRASH = ".trash"
 NAME = "generation.json"
 State = Literal["new", "filling", "partial", "complete", "stale"]  # stale: of another source
-STATES = get_args(State)
 _STORED = ("tree", image_copy.IMAGE, image_copy.CHUNKS)  # of a generation that has begun
 _PROBE = ".probe"
 READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"
@@ -203,9 +202,8 @@ def load(folder: str) -> dict[str, Any] | None:
 def _checked(value: Any) -> dict[str, Any]:
     """ValueError, TypeError for what no agent wrote."""
     fields = dict(value)
-    known = msgspec.convert(fields, type=Generation)
-    if fields["state"] not in STATES:
-        raise ValueError(f"there is no state {known.state[:40]!r}")
+    fields["state"]
+    msgspec.convert(fields, type=Generation)
     return fields
 
 

@@ -190,10 +190,7 @@ class Withdrawals:
         dataset.due.suspect()  # perhaps the source has gone since it was looked at
 
     async def _take_out(self, dataset: Dataset) -> tuple[int, str]:
-        """Both passes of a withdrawal: how many files are out, and why not all ('' if all).
-
-        No file is deleted unless every mark above it is removed and the view knows that.
-        """
+        """Both passes of a withdrawal: how many files are out, and why not all ('' if all)."""
         assert dataset.reached is not None
         if dataset.stage in (Stage.NONE, Stage.UNKNOWN) and dataset.reached.root:
             await dataset.publish(Stage.SOURCE)  # what is mounted by the id falls back to that
