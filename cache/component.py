@@ -512,7 +512,8 @@ class Cache:
 
 def _disk_looked_at(cache: Cache) -> None:
     """What lacks room is filled again when other files have left some."""
-    cache.jobs.disk_looked_at()
+    if cache.jobs.budgets.disk_changed():
+        cache.jobs.wake()
     seen = cache.watch.seen if cache.watch is not None else probe.Seen()
     takes = seen.size - seen.free - cache.used()
     known = seen.size and not cache.trashed and cache.no_store is None

@@ -80,10 +80,6 @@ class Jobs:
         self.evictor.wake()
         self.slot.look_soon()
 
-    def disk_looked_at(self) -> None:
-        if self.budgets.disk_changed():
-            self.wake()
-
     # --- requests of operators
 
     async def warm(self, dataset: Dataset, *, now: bool = False) -> None:
