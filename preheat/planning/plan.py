@@ -104,7 +104,7 @@ class Node:
     freeable: int = 0  # bytes of images that are neither pinned nor in use
     inodes_free: float = 1.0  # shares of all inodes
     eviction_inodes: float = 0.0
-    assumed: bool = False  # the thresholds are not from the kubelet's own configuration
+    thresholds_assumed: bool = False  # they are not from the kubelet's own configuration
     thresholds: str = ""  # where they are from, for people
 
     @property
