@@ -11,6 +11,7 @@ from cache import status
 from cache.component import Cache
 from cache.dataset import choices
 from cache.dataset.dataset import Dataset
+from cache.dataset.succession import Succession
 from cache.fill import space
 from cache.work.jobs import Jobs
 from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
@@ -79,7 +80,8 @@ def _row(shown: status.ShownDataset, pods: Sequence[str]) -> Sequence[Cell]:
     served = shown.served_by
     version = [Cell(shown.snapshot or shown.freshness)]
     unlisted = not files.total and shown.state != "complete"
-    counted = "" if unlisted else f"{files.done:,} of {_about(shown)}{files.total:,} files"
+    about = "about " if shown.estimated else ""
+    counted = "" if unlisted else f"{files.done:,} of {about}{files.total:,} files"
     if update is not None:
         version.append(Cell(f"{update.snapshot or 'the next'} comes: {update.state}", "mid"))
     return (
@@ -140,10 +142,6 @@ def hits_cell(shown: status.ShownDataset) -> Cell:
     return Cell(told, below=below, spark=history if moved else (), spark_top=1.0)
 
 
-def _about(shown: status.ShownDataset) -> str:
-    return "about " if shown.estimated else ""
-
-
 def _below(shown: status.ShownDataset, counted: str) -> list[Cell]:
     """What is stored in files, how fast more comes, and what could not be."""
     rate, left = shown.rate, shown.eta_seconds
@@ -195,16 +193,24 @@ async def _show(cache: Cache, request: Request) -> status.ShownDataset:
     return status.of_dataset(dataset)
 
 
-def _request(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
+def _request(act: Callable[[Cache, Dataset], Awaitable[None]]) -> Handler:
     """A request without fields."""
 
     async def handle(cache: Cache, request: Request) -> Answer:
         request.fields()
         dataset = _named(cache, request)
-        await act(cache.jobs, dataset)
+        await act(cache, dataset)
         return _accepted(dataset)
 
     return handle
+
+
+def _job(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
+    return _request(lambda cache, dataset: act(cache.jobs, dataset))
+
+
+def _choice(act: Callable[[Succession], Awaitable[None]]) -> Handler:
+    return _request(lambda cache, dataset: act(cache.successions[dataset.name]))
 
 
 async def _warm(cache: Cache, request: Request) -> Answer:
@@ -269,31 +275,14 @@ async def _update(cache: Cache, request: Request) -> Answer:
     return _accepted(dataset)
 
 
-async def _rollback(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await choices.rollback(cache.successions[dataset.name])
-    return _accepted(dataset)
-
-
-async def _rescan(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await choices.rescan(cache.successions[dataset.name])
-    return _accepted(dataset)
-
-
 async def _publish_manifest(cache: Cache, request: Request) -> Json:
     to = request.fields(to=str).get("to", "")
     return await choices.publish(_named(cache, request), to)
 
 
-async def _cancel(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
+async def _cancel(cache: Cache, dataset: Dataset) -> None:
     if not await choices.cancel(cache.successions[dataset.name]):
         await cache.jobs.cancel(dataset)
-    return _accepted(dataset)
 
 
 async def _generations(cache: Cache, request: Request) -> Json:
@@ -308,14 +297,14 @@ ROUTES = (
     Route("GET", f"{_BASE}/{{name}}", _show),
     Route("DELETE", f"{_BASE}/{{name}}", _remove, Role.DANGEROUS),
     Route("POST", f"{_BASE}/{{name}}/warm", _warm, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/pause", _request(Jobs.pause), Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/resume", _request(Jobs.resume), Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/cancel", _cancel, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/pause", _job(Jobs.pause), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/resume", _job(Jobs.resume), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/cancel", _request(_cancel), Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/verify", _verify, Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/evict", _evict, Role.DANGEROUS),
     Route("POST", f"{_BASE}/{{name}}/update", _update, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/rollback", _rollback, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/rescan", _rescan, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/rollback", _choice(choices.rollback), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/rescan", _choice(choices.rescan), Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/manifest", _publish_manifest, Role.DANGEROUS),
     Route("GET", f"{_BASE}/{{name}}/generations", _generations),
     Route("GET", f"{_BASE}/{{name}}/failures", _failures),

@@ -78,7 +78,7 @@ class Cache:
         self.uses = uses.Uses(self.datasets, self._state_dir, self.csi.has_volumes)
         self.jobs.look = self.uses.look
         self.reserve = reserve.Reserve(settings, self._reserve_changed)
-        self.jobs.least = self.reserve.now
+        self.jobs.least = lambda: self.reserve.least
         self._store = os.path.realpath(settings.store)
         self._views = os.path.realpath(settings.views)
         self._reporter = reporter
@@ -122,7 +122,7 @@ class Cache:
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
         # Before anything of a dataset is discarded.
-        await self.csi.adopt(self.settings.csi, self.settings.this_node)
+        await self.csi.node.adopt(self.settings.csi, self.settings.this_node)
         await self._add(self.settings.datasets)
         self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
@@ -161,14 +161,11 @@ class Cache:
                 paths=left[:MOST_PATHS],
             )
 
-    async def _check_disk(self) -> None:
-        """HostError unless the store's disk is mounted. Beside the loop: mount tables are long."""
-        await asyncio.to_thread(disk.check, self._store, self.settings.disk, self._state_dir)
-
     async def _prepare_store(self) -> None:
         """AgentError when the store cannot be used."""
         try:
-            await self._check_disk()
+            # Beside the loop: mount tables are long.
+            await asyncio.to_thread(disk.check, self._store, self.settings.disk, self._state_dir)
             known = await asyncio.to_thread(disk.kept_uuid, self._store, self._state_dir)
             await kit.child.call(generations.prepare, self._store, known, deadline=STORE_SECONDS)
             await asyncio.to_thread(disk.remember, self._store, self._state_dir)
@@ -225,8 +222,10 @@ class Cache:
         taken: list[DatasetSettings] = []
         for name, new in wanted.items():
             old = self.datasets[name].settings if name in self.datasets else new
-            # The source cannot change under a view; the way to it and everything else can.
-            if same_place(old.source, new.source) and _same_promise(old, new):
+            # The source cannot change under a view; the way to it and everything else can. Nor can
+            # a frozen tree become a snapshot while the agent runs, or the other way round.
+            same_promise = (old.freshness == "frozen") == (new.freshness == "frozen")
+            if same_place(old.source, new.source) and same_promise:
                 taken.append(new)
             else:
                 refused.append(f"datasets.{name}.source")
@@ -347,7 +346,7 @@ class Cache:
             fields = succession.adopt(kept_ones)
             dataset.no_store, dataset.soundness = self.no_store, self.soundness
             dataset.has_volumes = functools.partial(self.csi.has_volumes, dataset.name)
-            self.presence.take(dataset)
+            dataset.tell = self.presence.tell
             dataset.adopt(fields)
             self.datasets[dataset.name] = dataset
             self.successions[dataset.name] = succession
@@ -382,7 +381,7 @@ class Cache:
 
     async def remove(self, name: str) -> None:
         """Remove a dataset of the settings, or what is left of one that the settings lost."""
-        with self.csi.leaving(name):
+        with self.csi.node.leaving(name):
             async with self.presence.ending(name):
                 await self._remove(name)
 
@@ -394,7 +393,9 @@ class Cache:
         dataset = self.get(name)
         refuse_eviction(dataset, force=force)
         using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
-        _refuse_used(dataset, [*using, *self.csi.users(name)])
+        if using := [*using, *map(str, self.csi.node.of(name))]:
+            who = f"in use by {kit.errors.some(using)}"
+            raise kit.errors.InUseError(f"dataset {name}", who, "end them, then try again")
         refuse_read(dataset, time.time())
         refuse_eviction(dataset, force=force)  # it may be another thing by now
         dataset.eviction = figures.Eviction("queued", to)
@@ -473,10 +474,7 @@ class Cache:
                 log.warning("trash could not be emptied; it is tried again", why=str(error))
                 self._trash_waits = True
                 await asyncio.sleep(TRASH_RETRY_SECONDS)
-        await self._room_again()
-
-    async def _room_again(self) -> None:
-        """Discarded generations are deleted: their bytes are for datasets that lacked room."""
+        # Their bytes are for datasets that lacked room.
         await self.jobs.limits_changed()
         self.jobs.room_came(self.datasets.values())
 
@@ -514,7 +512,8 @@ class Cache:
 
 def _disk_looked_at(cache: Cache) -> None:
     """What lacks room is filled again when other files have left some."""
-    cache.jobs.disk_looked_at()
+    if cache.jobs.budgets.disk_changed():
+        cache.jobs.wake()
     seen = cache.watch.seen if cache.watch is not None else probe.Seen()
     takes = seen.size - seen.free - cache.used()
     known = seen.size and not cache.trashed and cache.no_store is None
@@ -548,20 +547,8 @@ def refuse_read(dataset: Dataset, now: float) -> None:
         raise kit.errors.InUseError(f"dataset {dataset.name}", f"in use by {reader}", remedy)
 
 
-def _refuse_used(dataset: Dataset, users: Sequence[str]) -> None:
-    """InUseError names some of ``users``, if there are any."""
-    if users:
-        who = f"in use by {kit.errors.some(users)}"
-        raise kit.errors.InUseError(f"dataset {dataset.name}", who, "end them, then try again")
-
-
 def _budgets(settings: DatasetSettings) -> tuple[int, int]:
     return settings.budget, settings.budget_inodes
-
-
-def _same_promise(old: DatasetSettings, new: DatasetSettings) -> bool:
-    """A frozen tree cannot become a snapshot while the agent runs, nor the other way round."""
-    return (old.freshness == "frozen") == (new.freshness == "frozen")
 
 
 def _reason(dataset: Dataset) -> str:

@@ -13,7 +13,7 @@ import kit.errors
 import kit.findings
 import kit.processes
 import kit.units
-from cache.dataset import choices, hits
+from cache.dataset import choices
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Eviction, ScrubReason, Totals, Verification
 from cache.dataset.generation import Generation
@@ -180,7 +180,7 @@ def of_dataset(shown: Dataset) -> ShownDataset:
         compare=compare.shown(shown),
         evict=shown.eviction if shown.eviction.state else None,
         keep=shown.settings.keep,
-        hits=hits.shown(shown.hits, shown.stage),
+        hits=shown.hits.ratio(shown.stage, time.monotonic()),
         hits_history=shown.hits.history(),
         used=round(shown.use.last) or None,
         used_by=shown.use.reader(time.time()),

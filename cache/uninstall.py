@@ -167,11 +167,8 @@ def _delete(path: Path) -> None:
     if any(m.target.startswith(f"{path}/") for m in mountinfo.read()):
         raise kit.errors.InUseError(str(path), "something is mounted below it", "unmount it")
     if path.parent.is_dir():
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with tree.opened_root(path.parent) as parent:
             tree.remove(parent, path.name)
-        finally:
-            os.close(parent)
 
 
 def _rmdir(path: Path) -> None:

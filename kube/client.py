@@ -213,10 +213,6 @@ class ApiServer:
         if left > 0:
             raise KubeError(about, "the API server asked to be left alone", 429, left)
 
-    def versions_of(self, path: str) -> "ResourceVersions":
-        """Of the etcd that has what is at ``path``."""
-        return self.versions.setdefault(part_of(path), ResourceVersions())
-
     @property
     def epoch(self) -> int:
         return sum(each.epoch for each in self.versions.values())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kit.pause
+import kit.units
 from kube import client
 
 ANSWER_SECONDS = 10.0
@@ -27,10 +28,6 @@ BURST = 10
 EACH_SECONDS = 30.0  # after the burst
 LEASES = "/apis/coordination.k8s.io/v1/namespaces"
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
-
-
-def _now() -> str:
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 # --- this node: a taint while a volume is repaired, labels, conditions
@@ -85,7 +82,7 @@ async def set_condition(server: client.ApiServer, node: str, wanted: Condition) 
     )
     there = (found.get("status") or {}).get("conditions") or []
     before: Mapping[str, Any] = next((e for e in there if e.get("type") == wanted.type), {})
-    now, word = _now(), str(wanted.status)
+    now, word = kit.units.rfc3339(time.time()), str(wanted.status)
     body = {
         "type": wanted.type, "status": word, "reason": wanted.reason, "message": wanted.message,
         "lastHeartbeatTime": now,
@@ -127,7 +124,7 @@ class Events:
             return False
         if not self._room.take():
             return False
-        stamp = _now()
+        stamp = kit.units.rfc3339(time.time())
         path = client.path_to("/api/v1/namespaces", NAMESPACE, "events")
         if known is not None:
             body: dict[str, Any] = {"count": known.count + 1, "lastTimestamp": stamp}
@@ -324,7 +321,7 @@ def _parse(found: Mapping[str, Any], about: str) -> PersistentVolume:
             name=str(meta["name"]),
             uid=str(meta["uid"]),
             version=str(meta["resourceVersion"]),
-            created=datetime.datetime.fromisoformat(meta["creationTimestamp"]).timestamp(),
+            created=kit.units.from_rfc3339(meta["creationTimestamp"]),
             driver=str(csi.get("driver", "")),
             handle=str(csi.get("volumeHandle", "")),
             annotations={str(k): str(v) for k, v in (meta.get("annotations") or {}).items()},

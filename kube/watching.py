@@ -91,7 +91,7 @@ class Watch(Generic[KeptT]):
         self.synced = False
         self.trouble = ""
         self.lists = 0
-        self._versions = server.versions_of(path)
+        self._versions = server.versions.setdefault(client.part_of(path), client.ResourceVersions())
         self._epoch = 0  # that ``_version`` is of
         self._server = server
         self._path = path

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import msgspec
 from prometheus_client.core import Metric
 
 import kit.errors
@@ -270,20 +271,7 @@ def image_plan(reconciler: Reconciler) -> ImagePlan:
     decided, node = seen.decided, seen.node
     return ImagePlan(
         at=seen.at,
-        disk=ImageDisk(
-            capacity=node.capacity,
-            free=node.free,
-            room=node.room,
-            gc_high=node.gc_high,
-            gc_low=node.gc_low,
-            eviction_free=node.eviction_free,
-            freeable=node.freeable,
-            pressed=node.pressed,
-            inodes_free=node.inodes_free,
-            eviction_inodes=node.eviction_inodes,
-            thresholds_assumed=node.assumed,
-            thresholds=node.thresholds,
-        ),
+        disk=msgspec.convert(node, ImageDisk, from_attributes=True),
         pin_budget=node.pin_budget,
         pinned_bytes=estimate.union(pin.parts for pin in seen.pinned),
         pause=decided.pause,

@@ -1,7 +1,6 @@
 """The driver as the cache runs it: on and off by the settings, with its troubles and figures."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +24,6 @@ class Driver:
         self._server: server.Server | None = None
         self._trouble = ""
 
-    async def adopt(self, settings: CsiSettings, here: ThisNode) -> None:
-        """Take over what an earlier agent mounted."""
-        await self.node.adopt(settings, here)
-
     async def reconcile(self, settings: CsiSettings, here: ThisNode) -> None:
         """Serve. A kubelet that is not there is tried again at the next call."""
         self.node.settings, self.node.here = settings, here
@@ -51,21 +46,12 @@ class Driver:
         if self._server is not None:
             await self._server.stop()
 
-    def leaving(self, dataset: str) -> AbstractContextManager[None]:
-        """While a dataset is removed. InUseError: which pods have it as a volume."""
-        return self.node.leaving(dataset)
-
-    def users(self, dataset: str) -> list[str]:
-        """Pods that have a dataset as a volume, a line each."""
-        return [str(each) for each in self.node.volumes.values() if each.holds(dataset)]
-
     def pods(self, dataset: str) -> list[str]:
-        """The same, as namespace/name."""
-        held = (each for each in self.node.volumes.values() if each.holds(dataset))
-        return sorted({each.pod or "unknown" for each in held})
+        """Those that have a dataset as a volume, as namespace/name."""
+        return sorted({each.pod or "unknown" for each in self.node.of(dataset)})
 
     def has_volumes(self, dataset: str) -> bool:
-        return any(each.holds(dataset) for each in self.node.volumes.values())
+        return bool(self.node.of(dataset))
 
     def reasons(self) -> list[str]:
         """Why pods get no volumes."""

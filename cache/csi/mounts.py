@@ -20,7 +20,7 @@ import kit.files
 from cache.csi import volumes
 from cache.csi.volumes import VolumeLayout
 from cache.store import disk
-from linux import mountinfo, mounts, procfs, syscalls
+from linux import in_use, mountinfo, mounts, procfs, syscalls
 
 VIEW = "data"
 MOST_TRIES = 5  # the view is swapped a few times in the life of a dataset
@@ -145,14 +145,8 @@ def size(path: str) -> tuple[int, int]:
 def users(target: str) -> list[str]:
     """Processes of the pod that has the volume, a line each."""
     parts, found = set(Path(target).parts), []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            cgroup = Path(f"/proc/{entry}/cgroup").read_text(errors="replace")
-            if (uid := procfs.pod_and_container(cgroup)[0]) in parts:
-                command = procfs.name_of(entry)
-                found.append(f"pid {entry} ({command}, pod {uid}): has the volume {target}")
-        except OSError:
-            continue  # just ended
+    for pid in procfs.pids():
+        with contextlib.suppress(OSError):  # just ended
+            if procfs.pod_of(pid)[0] in parts:
+                found.append(str(in_use.holder(pid, f"has the volume {target}")))
     return found

@@ -144,8 +144,7 @@ class NodeService:
         known = self._sizes.get(volume.target)
         if known is None or known[0] != key:
             async with self._slots:
-                size, files = await kit.child.call(mounts.size, data, deadline=SIZE_SECONDS)
-            known = key, (size, files)
+                known = key, await kit.child.call(mounts.size, data, deadline=SIZE_SECONDS)
             if volume.target in self.volumes:
                 self._sizes[volume.target] = known
         return known[1]
@@ -273,12 +272,15 @@ class NodeService:
 
     # --- what volumes hold
 
+    def of(self, dataset: str) -> list[records.DatasetVolume]:
+        """Volumes that hold a dataset."""
+        return [each for each in self.volumes.values() if each.holds(dataset)]
+
     @contextlib.contextmanager
     def leaving(self, dataset: str) -> Iterator[None]:
         """While a dataset is removed it is given to nobody. InUseError: who has it."""
-        using = [str(each) for each in self.volumes.values() if each.holds(dataset)]
-        if using:
-            who = f"in use: {kit.errors.some(using)}"
+        if using := self.of(dataset):
+            who = f"in use: {kit.errors.some([str(each) for each in using])}"
             raise kit.errors.InUseError(f"dataset {dataset}", who, "end these pods, then try again")
         self._leaving[dataset] += 1
         try:

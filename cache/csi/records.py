@@ -6,16 +6,15 @@ leaves no mount without one. After a reboot there are files without mounts; ``lo
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 import kit.errors
-import kit.files
 import kit.formats
 
 log = structlog.get_logger("csi")
@@ -86,7 +85,9 @@ def _paths(folder: Path) -> list[Path]:
 def _one(path: Path, read: Callable[..., Any]) -> DatasetVolume | kit.formats.Damage | None:
     """None for one of a newer agent, too."""
     try:
-        found: DatasetVolume | kit.formats.Damage | None = read(path, FORMAT, _volume)
+        found: DatasetVolume | kit.formats.Damage | None = read(
+            path, FORMAT, lambda value: msgspec.convert(value, DatasetVolume)
+        )
     except kit.errors.HostError as error:
         log.warning("record of a volume cannot be read", path=str(path), why=str(error))
         return None
@@ -95,19 +96,10 @@ def _one(path: Path, read: Callable[..., Any]) -> DatasetVolume | kit.formats.Da
     return found
 
 
-def _volume(value: Any) -> DatasetVolume:
-    """ValueError, TypeError for what no agent wrote."""
-    found = DatasetVolume(**{name: each for name, each in value.items() if name != kit.formats.KEY})
-    if any(not isinstance(each, str) for each in dataclasses.astuple(found)):
-        raise ValueError("a field of it is no text")
-    return found
-
-
 def write(folder: Path, volume: DatasetVolume) -> None:
     """OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fields = {kit.formats.KEY: FORMAT, **dataclasses.asdict(volume)}
-    kit.files.save(file_of(folder, volume.target), json.dumps(fields).encode())
+    file = file_of(folder, volume.target)
+    kit.formats.save(str(file), dataclasses.asdict(volume), FORMAT)
 
 
 def forget(folder: Path, target: str) -> None:

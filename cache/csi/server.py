@@ -124,8 +124,7 @@ class Server:
         self._running[socket] = (server, socket.lstat().st_ino)
 
     async def _end(self, socket: Path) -> None:
-        server, _ = self._running.pop(socket)
-        await server.stop(STOP_SECONDS)
+        await self._running.pop(socket)[0].stop(STOP_SECONDS)
 
     async def stop(self) -> None:
         """Take the sockets away: kubelet forgets the driver until the next agent. Mounts stay."""
@@ -196,9 +195,8 @@ class Server:
 
     async def _publish(self, request: Any, context: Context) -> Message:
         _require(volume_id=request.volume_id, target_path=request.target_path)
+        _require(volume_capability=request.HasField("volume_capability"))
         capability = request.volume_capability
-        if not request.HasField("volume_capability"):
-            raise _missing("volume_capability")
         wanted = volumes.wanted(
             request.volume_context,
             read_only=request.readonly or capability.access_mode.mode in _READERS,
@@ -220,7 +218,7 @@ class Server:
         found = await self._node.stats(request.volume_path)
         units = ((found.bytes, pb.Usage.BYTES), (found.inodes, pb.Usage.INODES))
         return pb.StatsResponse(
-            usage=[pb.Usage(total=each.total, used=each.used, unit=unit) for each, unit in units],
+            usage=[pb.Usage(total=each, used=each, unit=unit) for each, unit in units],
             volume_condition=pb.Condition(
                 abnormal=bool(found.trouble), message=found.trouble or found.said
             ),
@@ -254,11 +252,7 @@ class Server:
         return pb.Empty()
 
 
-def _missing(field: str) -> kit.errors.SettingsError:
-    return kit.errors.SettingsError("request", f"it has no {field}", "it comes from kubelet")
-
-
-def _require(**fields: str) -> None:
+def _require(**fields: str | bool) -> None:
     for name, value in fields.items():
         if not value:
-            raise _missing(name)
+            raise kit.errors.SettingsError("request", f"it has no {name}", "it comes from kubelet")

@@ -168,17 +168,11 @@ def obstacle(shown: Shown, volume: WantedVolume, *, last: bool) -> kit.errors.Ag
 
 
 @dataclass(frozen=True)
-class VolumeUsage:
-    total: int
-    used: int
-
-
-@dataclass(frozen=True)
 class Stats:
     """``trouble``: why the volume is abnormal; '' when it is well."""
 
-    bytes: VolumeUsage
-    inodes: VolumeUsage
+    bytes: int
+    inodes: int
     trouble: str = ""
     said: str = ""
 
@@ -191,11 +185,9 @@ def stats(
     ``held``: bytes and files that the file system in an image has; None: nobody could ask it.
     """
     if shown is None:
-        empty = VolumeUsage(0, 0)
         text = f"dataset {dataset} is no longer in the settings; what was mounted stays readable"
-        return Stats(empty, empty, text if mounted else "nothing is mounted")
-    own = (shown.bytes, 0 if shown.block else shown.files)  # chunks are no files
-    size, files = (VolumeUsage(each, each) for each in held or own)
+        return Stats(0, 0, text if mounted else "nothing is mounted")
+    size, files = held or (shown.bytes, 0 if shown.block else shown.files)  # chunks are no files
     trouble = ""
     if not mounted:
         trouble = "nothing is mounted"

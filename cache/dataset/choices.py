@@ -34,21 +34,15 @@ async def update(succession: Succession, snapshot: str) -> None:
     if dataset.no_store is not None:
         raise dataset.no_store
     if snapshot:
-        if dataset.settings.source.kind == "rbd":
-            _refuse_words(snapshot)
+        if dataset.settings.source.kind == "rbd":  # the kernel's RBD client takes a line of words
+            try:
+                kit.settings.word(snapshot)
+            except ValueError as error:
+                raise kit.errors.SettingsError("snapshot", str(error), "correct it") from None
         await _choose(succession, snapshot, check=True)
         return
     async with dataset.lock:
         await _write(succession, {})
-
-
-def _refuse_words(snapshot: str) -> None:
-    """SettingsError unless it is one word, as in the settings: the kernel's RBD client takes a line
-    of words."""
-    try:
-        kit.settings.word(snapshot)
-    except ValueError as error:
-        raise kit.errors.SettingsError("snapshot", str(error), "correct it") from None
 
 
 async def rollback(succession: Succession) -> None:

@@ -293,15 +293,13 @@ class Dataset(standing.Standing):
             "shown": {**dataclasses.asdict(self._shown), "generation": self.generation.created},
             **({"unsure": self.unsure} if self.unsure else {}), **other,
         }  # fmt: skip
-        await kit.child.call(kept.save, str(self._state), fields, deadline=STORE_SECONDS)
+        await kit.child.call(
+            kit.formats.save, str(self._state), fields, kept.FORMAT, deadline=STORE_SECONDS
+        )
 
     def _refuse_newer(self) -> None:
         if self.newer is not None:
             raise self.newer
-
-    def due_of(self, target: Generation) -> due.Due:
-        """When a fill of ``target`` is due."""
-        return self.due if target is self.current else target.due
 
     async def change(self, of: Generation | None = None, /, **changes: Any) -> None:
         """Change generation.json of a generation durably; None: of the current one."""
@@ -325,7 +323,10 @@ class Dataset(standing.Standing):
                     await self.remove()
                     self.discarded = True
                 async with self.lock:
-                    await self._allow()
+                    # The parent of a view is made with it: until then a pod that asks for it as a
+                    # directory has to wait.
+                    if self.published:
+                        await self._set_access()
                     acted = await self._act(next_action(self.facts()))
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 acted = False
@@ -389,16 +390,8 @@ class Dataset(standing.Standing):
         there = self.reached is not None or not self.current.hidden
         return self.generation.damaged > 0 and there
 
-    async def _allow(self) -> None:
-        """Give the view's parent its owner and mode, at the start and when the settings change.
-
-        It is made with the view: until then a pod that asks for it as a directory has to wait.
-        """
-        if self.removed or self.newer is not None or self.stage is Stage.NONE:
-            return
-        await self._set_access()
-
     async def _set_access(self) -> None:
+        """Give the view's parent its owner and mode."""
         access = self.settings.access
         if self._allowed == access:
             return
@@ -654,15 +647,11 @@ class Dataset(standing.Standing):
             if job is not None:
                 await job.cancel()
 
-    def used(self) -> int:
-        """SSD bytes that it takes, with what its generations share counted once."""
+    def used(self, *, beside: Generation | None = None) -> int:
+        """SSD bytes that it takes, with what its generations share counted once. ``beside``:
+        without what that one takes of its own."""
         every = self.every_generation()
-        return sum(each.used(every) for each in every)
-
-    def used_beside(self, target: Generation) -> int:
-        """As ``used``, without what ``target`` takes of its own."""
-        every = self.every_generation()
-        return sum(each.used(every) for each in every if each is not target)
+        return sum(each.used(every) for each in every if each is not beside)
 
 
 def is_busy(dataset: Dataset) -> bool:

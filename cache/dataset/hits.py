@@ -7,7 +7,6 @@ Where the store alone serves, or the source alone, it is known without a sample.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,12 +73,5 @@ def estimate(opens: Opens) -> Ratio:
     half = (
         _Z / (1 + _Z**2 / count) * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
     )
-    # Rounding would put the share itself a hair outside at both ends.
-    low, high = min(share, middle - half), max(share, middle + half)
-    return Ratio(share, max(0.0, low), min(1.0, high), count)
-
-
-def shown(hits: Hits, stage: Stage) -> Ratio | None:
-    if (found := hits.ratio(stage, time.monotonic())) is None:
-        return None
-    return Ratio(round(found.ratio, 4), round(found.low, 4), round(found.high, 4), found.opens)
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return Ratio(round(share, 4), round(low, 4), round(high, 4), count)

@@ -34,8 +34,3 @@ def _checked(value: Any) -> dict[str, Any]:
     if any(not isinstance(each, str) for each in texts):
         raise ValueError("a name in it is no text")
     return fields
-
-
-def save(path: str, fields: dict[str, Any]) -> None:
-    """As ``kit.formats.save``."""
-    kit.formats.save(path, fields, FORMAT)

@@ -9,21 +9,15 @@ from cache.dataset.dataset import Dataset
 
 
 class Presence:
-    """``datasets``: those of the settings; ``take`` gets each that is added later."""
+    """``datasets``: those of the settings. ``listener`` is awaited before one stops being whole."""
 
     def __init__(self, datasets: Mapping[str, Dataset]) -> None:
-        self._tell: Callable[[], Awaitable[None]] | None = None
+        self.listener: Callable[[], Awaitable[None]] | None = None
         self._datasets = datasets
 
-    def listen(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """``tell`` is awaited before a dataset stops being whole."""
-        self._tell = tell
-        for each in self._datasets.values():
-            self.take(each)
-
-    def take(self, dataset: Dataset) -> None:
-        """A dataset that loses files tells it, too."""
-        dataset.tell = self._tell
+    async def tell(self) -> None:
+        if self.listener is not None:
+            await self.listener()
 
     def whole(self) -> Mapping[str, str]:
         """The generation of each dataset that jobs read from the SSD alone, by name."""
@@ -40,8 +34,7 @@ class Presence:
         if dataset is not None:
             dataset.leaving = True
         try:
-            if self._tell is not None:
-                await self._tell()
+            await self.tell()
             yield
         finally:
             if dataset is not None:
@@ -56,4 +49,4 @@ def read(component: Any) -> Mapping[str, str]:
 
 def listen(component: Any, tell: Callable[[], Awaitable[None]]) -> None:
     """``tell`` is awaited before a dataset loses files; ``read`` leaves it out by then."""
-    component.presence.listen(tell)
+    component.presence.listener = tell

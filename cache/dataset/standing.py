@@ -109,11 +109,6 @@ class Standing:
         """The disk has failed since its files were verified: the view shows the source."""
         return self.soundness.suspects(self.generation)
 
-    @property
-    def why_suspect(self) -> str:
-        before = self.soundness.lost or "the SSD had errors"
-        return f"{before}: stored files are verified before they are used again"
-
     def queued(self) -> Generation | None:
         """The generation whose fill is asked for and has not begun; the current one first."""
         if self.next is None or self.current.queued:
@@ -199,7 +194,8 @@ class Standing:
         if self.no_store is not None:
             return str(self.no_store)
         if self.suspect:
-            return self.why_suspect
+            before = self.soundness.lost or "the SSD had errors"
+            return f"{before}: stored files are verified before they are used again"
         if self.unsure:
             return (
                 f"{self.unsure}, so it is not known whether it was removed: 'nodeagent dataset "

@@ -266,6 +266,7 @@ class Succession:
             wanted = ""  # not before that is gone: both have one folder
         job = queued or (dataset.job is not None and dataset.job.kind == "update")
         complete = self._complete()
+        may_show = dataset.hidden is None and dataset.due.mount()
         if current.record.state != "complete":
             self._shown.discard(current.id)  # it has fallen back, and is shown again when it is
         return Facts(
@@ -291,12 +292,9 @@ class Succession:
             keep=dataset.settings.earlier,
             no_room=self._no_room(),
             retire_due=now >= self._retire_at and usable and not self._shares(),
-            shown=not usable or complete <= self._shown or not self._may_show(),
+            shown=not usable or complete <= self._shown or not may_show,
             retired=bool(dataset.retired),
         )
-
-    def _may_show(self) -> bool:
-        return self.dataset.hidden is None and self.dataset.due.mount()
 
     def _retired(self, name: str) -> Generation | None:
         """The generation of that id that is to be discarded, if it is still there."""
@@ -408,7 +406,8 @@ class Succession:
                     await self._switch(back)
             case Step.DROP:
                 assert dataset.next is not None
-                await self._give_up(dataset.next)
+                await self._end_update()
+                await self._part_with(dataset.next)
             case Step.SHOW:
                 await self._show()
             case Step.RETIRE:
@@ -501,10 +500,6 @@ class Succession:
             dataset.next.queued = False
         if dataset.job is not None and dataset.job.kind == "update":
             await dataset.job.cancel()
-
-    async def _give_up(self, next_one: Generation) -> None:
-        await self._end_update()
-        await self._part_with(next_one)
 
     async def _begin_anew(self, next_one: Generation, why: str) -> None:
         log.warning("update begins anew", dataset=self.dataset.name, why=why)

@@ -86,8 +86,7 @@ def is_gone(views: str, base: Mounted, table: Sequence[mountinfo.Mount]) -> bool
 
     A view that is mounted again at once may get its id, and even its device number.
     """
-    on_way = (m for m in table if m.target == views or mountinfo.is_above(m.target, views))
-    return base not in map(Mounted.of, on_way)
+    return base not in (Mounted.of(m) for m in table if mountinfo.within(views, m.target))
 
 
 class ViewWatch:
@@ -170,8 +169,8 @@ class ViewWatch:
         table = self._mounts.now()
         near = [
             mount for mount in table
-            if mount.target == self._views or mountinfo.is_above(mount.target, self._views)
-            or mountinfo.is_above(self._views, mount.target)
+            if mountinfo.within(self._views, mount.target)
+            or mountinfo.within(mount.target, self._views)
         ]  # fmt: skip
         base = self._base or Mounted.of(mountinfo.leads_to(self._views, near))
         hidden = view.hides_all(self._views, base, near)

@@ -119,9 +119,6 @@ class Batch:
         self.committing, self.waiting = self.waiting, []
         return self.committing
 
-    def end_commit(self) -> None:
-        self.committing = []
-
 
 class Pass(ABC):
     """What one kind of pass decides. Called by the coordinator only, in its one thread."""
@@ -212,10 +209,6 @@ class Coordinator(OpenGeneration):
         self._gave_up = 0  # workers that were killed in a row, without progress in between
         self._moved: tuple[int, ...] = ()
         self._pass: Pass
-
-    @property
-    def cancelled(self) -> bool:
-        return self.page.cancelled
 
     # --- the loop
 
@@ -334,7 +327,7 @@ class Coordinator(OpenGeneration):
         due = self.batch.due(more_is_coming=copying)
         if not due and (self.batch.waiting or copying or self.pool.assigned(Scan)):
             return
-        seals = [] if self.cancelled else self._pass.seals()
+        seals = [] if self.page.cancelled else self._pass.seals()
         if not due and not seals:
             return
         known = self.index.directory
@@ -375,7 +368,7 @@ class Coordinator(OpenGeneration):
                 self._pass.incomplete(number)
         if self.batch.committing or answer.sealed:
             self.agent.commits += 1
-        self.batch.end_commit()
+        self.batch.committing = []
         self.totals = self.index.totals()
         stored = sum(each.allocated for each in kept), sum(each.files for each in kept)
         self.usage.add(Amount(*stored))

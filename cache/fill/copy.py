@@ -55,6 +55,11 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def link_key(item: Entry, checksum: str) -> str:
+    """Equal for two names only when they are links of one file with the same bytes."""
+    return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
+
+
 def failure(name: str, error: OSError, *, asked: bool = False) -> protocol.Failure:
     """``asked``: of the source, by the error itself."""
     refused = isinstance(error, PermissionError if asked else tree.SourceRefusedError)

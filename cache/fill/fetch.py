@@ -129,8 +129,7 @@ def _compare(
                 if known is None or _metadata(known) != _metadata(item) or hides_xattrs:
                     raise _other(f"{where}: {item.name!r}")
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         raise _other(f"{where} cannot be listed ({error.strerror})") from error
     if expected:
         raise _other(f"{where}: {next(iter(expected))!r}")

@@ -224,10 +224,6 @@ class Kept:
         """Not all files are kept."""
         return self._share < subset.ALL
 
-    def waits(self, *, listing: bool) -> bool:
-        """Nothing is copied yet: positions follow from what all files have together."""
-        return listing and self.partly
-
     def of(self, chunk: index.Chunk) -> list[Entry]:
         """The entries of a chunk that are copied."""
         if not self.partly:
@@ -308,7 +304,7 @@ class FillPass(Pass):
             self.large.committed(each)
 
     def next_assignment(self) -> Assignment | None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             return None
         return self._scan_assignment() or self._copying_assignment()
 
@@ -345,7 +341,9 @@ class FillPass(Pass):
         waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
         if not waiting:
             if not self.scanning and not self.index.found(1):
-                self._skeleton_complete()
+                self.skeleton = True
+                self.run.all_listed()
+                agent.say(protocol.Report(skeleton=True))
             return None
         if (reading := self.published.assignment()) or self.published.waits:
             return reading
@@ -375,11 +373,6 @@ class FillPass(Pass):
         )  # fmt: skip
         size = allowance * DIRECTORY
         return Assignment(job, directory=number, allocated=size, inodes=allowance)
-
-    def _skeleton_complete(self) -> None:
-        self.skeleton = True
-        self.run.all_listed()
-        agent.say(protocol.Report(skeleton=True))
 
     def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory
@@ -446,8 +439,8 @@ class FillPass(Pass):
         if chunk is None:  # its directory is listed again
             self.chunks = []
             return None, False
-        if self.kept.waits(listing=not (self.skeleton or self.no_room)):
-            return None, False
+        if self.kept.partly and not (self.skeleton or self.no_room):
+            return None, False  # positions follow from what all files have together
         wanted = self.kept.of(chunk)
         if any(map(large.is_large, wanted)):
             self.chunks = []
@@ -633,7 +626,7 @@ class FillPass(Pass):
         return [] if self.kept.partly else self.index.sealable(SEALS_IN_A_BATCH)
 
     def end_if_done(self) -> None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             raise Ended("cancelled")
         if not self.skeleton and not self.no_room:
             return

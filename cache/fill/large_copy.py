@@ -7,7 +7,6 @@ before and after each of them, and a file that differs is not the one that the p
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Callable, Sequence
 
@@ -52,8 +51,7 @@ class LargeCopier:
                 part.commit()
                 self._throttle.begin(0)
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return protocol.ExtentsCopied(left=list(job.extents), full=True)
             answer.failed = copy.failure(job.entry.name, error)
@@ -90,8 +88,7 @@ class LargeCopier:
         except control.Cancelled:
             pass  # what was put is kept
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             # What was put before is kept for another pass.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 answer.full = True
@@ -172,16 +169,13 @@ class LargeCopier:
                     part.data, status.st_uid, status.st_gid, status.st_mode, status.st_mtime_ns
                 )
         except OSError as error:
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             changed = isinstance(error, copy.ChangedError)
             return protocol.Completed(failed=copy.failure(item.name, error), changed=changed)
         self._throttle.step(1, 0)
         answer = protocol.Completed(checksum=checksum, allocated=allocated)
         if item.nlink > 1:
-            mode = stat.S_IMODE(item.mode)
-            key = f"{item.ino:x}-{checksum}-{mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
-            answer.link = protocol.Link(job.key, key)
+            answer.link = protocol.Link(job.key, copy.link_key(item, checksum))
         return answer
 
 
@@ -190,8 +184,7 @@ def _is_hole(origin: int, offset: int, length: int) -> bool:
     try:
         return extents.is_hole(origin, offset, length)
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         return False
 
 

@@ -208,7 +208,7 @@ class VerifyPass(coordinator.Pass):
             save_cursor(db, kept)
 
     def next_assignment(self) -> Assignment | None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             return None
         return self._replace() or self._verify()
 
@@ -276,8 +276,8 @@ class VerifyPass(coordinator.Pass):
         for at, name in answer.also:
             self.also[at].append((job.path, name))
         if answer.cached and not self.cached:
-            self.run.note("files are read through the page cache: the store's file system refuses "
-                          "direct and uncached reads")  # fmt: skip
+            why = "the store's file system refuses direct reads"
+            self.run.note(f"files are read through the page cache: {why}")
         self.cached += answer.cached
         for name, why in answer.named[: max(0, MOST_NOTES - found.not_compared)]:
             self.run.note(f"not compared {'/'.join([*job.path, name])!r}: {why}")
@@ -362,7 +362,7 @@ class VerifyPass(coordinator.Pass):
             self._quarantine(path[:-1], path[-1])
 
     def end_if_done(self) -> None:
-        if self.run.cancelled:
+        if self.run.page.cancelled:
             raise Ended("cancelled")
         if self.bad or self.parts or self.directories or self._following(1):
             return

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import xxhash
 
@@ -22,11 +21,6 @@ MOST_NAMED = 20  # uncompared files of one directory that are named; all are cou
 # A damaged file system answers so, for what it lost or cannot read.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Checked(NamedTuple):
-    fault: str  # '' when its bytes are those that were stored
-    repaired: int = 0  # extents that were fetched again
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ class Verifier:
             return
         try:
             fault, size = self._verify_file(place, name)
-            found.cached += self._stored.way == CACHED
+            found.cached += self._stored.cached
         except NotComparedError as error:
             fault, size = "", error.size
             found.uncompared += 1
@@ -200,46 +194,42 @@ class Verifier:
                 if place.job.afresh:  # jobs read their sources now: no page is missed
                     os.posix_fadvise(stored, 0, 0, os.POSIX_FADV_DONTNEED)
                 if large.is_stored_so(stored):
-                    checked = self._verify_large(place, name, kept)
-                    if checked.repaired:
-                        place.found.repaired.append((name, checked.repaired))
-                    if checked.fault:
-                        return checked.fault, size
+                    if fault := self._verify_large(place, name, kept):
+                        return fault, size
                 elif self._stored.checksum(stored) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 return f"cannot be read in the store: {copy.reason(error)}", size
             if place.source is not None:
                 return self._compare(stored, kept, name, place.source), size
             return "", size
 
-    def _verify_large(self, place: _Directory, name: str, kept: str) -> Checked:
+    def _verify_large(self, place: _Directory, name: str, kept: str) -> str:
+        """The fault, '' when its bytes are those that were stored."""
         with contextlib.ExitStack() as stack:
             source = None
             if place.job.reachable:
                 try:
                     source = stack.enter_context(tree.opened(self.source, place.job.path))
                 except OSError as error:  # the store's file is not to blame
-                    if error.errno in tree.SOURCE_GONE:
-                        raise
-            return self._check_large(place.directory, name, kept, source)
+                    tree.raise_if_gone(error)
+            return self._check_large(place, name, kept, source)
 
-    def _check_large(self, directory: int, name: str, kept: str, source: int | None) -> Checked:
+    def _check_large(self, place: _Directory, name: str, kept: str, source: int | None) -> str:
         """``kept``: its checksum. ``source``: its directory there, to fetch bad extents from.
 
         OSError when it cannot be read in the store, or the whole source has gone.
         """
         flags = os.O_RDWR if source is not None else os.O_RDONLY
         with (
-            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=directory)) as stored,
+            kit.files.closing(os.open(name, flags | _FLAGS, dir_fd=place.directory)) as stored,
             large.records_of(self.generation, stored) as held,
         ):
             self.throttle.step(1, 0)
             if held is None or held.checksum() != kept:
                 # The records are lost: the file's checksum still tells whether all of it is good.
-                return Checked(_without_records(self.generation, stored, kept, self.throttle))
+                return _without_records(self.generation, stored, kept, self.throttle)
             bad = []
             for extent in range(held.count):
                 try:
@@ -252,14 +242,15 @@ class Verifier:
                     bad.append(extent)
                 self.throttle.step(0, held.span(extent)[1])
             if not bad:
-                return Checked("")
+                return ""
             first = held.span(bad[0])[0]
             fault = f"{len(bad)} extents are not what was stored, the first at {first}"
             if source is None:
-                return Checked(fault)
-            if _repair(held, bad, name, source, self.throttle):
-                return Checked("", len(bad))
-            return Checked(f"{fault}; the source has other bytes there")
+                return fault
+            if not _repair(held, bad, name, source, self.throttle):
+                return f"{fault}; the source has other bytes there"
+            place.found.repaired.append((name, len(bad)))
+            return ""
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
         """How a stored file differs from the source's, '' when it does not.
@@ -280,8 +271,7 @@ class Verifier:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 return "is a symbolic link in the source"
-            if error.errno in tree.SOURCE_GONE:
-                raise
+            tree.raise_if_gone(error)
             raise NotComparedError(error, here.st_size) from error
 
     def _difference(
@@ -321,11 +311,8 @@ def _names(directory: int) -> tuple[list[str], int]:
 #
 # A verify wants to know what the disk has, not what memory remembers, and the pages of running jobs
 # are worth more than those of files that are read once a month. ext4 and XFS read directly
-# (O_DIRECT); where a file system refuses that, the kernel's uncached reads are tried
-# (RWF_DONTCACHE, kernel 6.14), else the page cache is used and the worker says so.
+# (O_DIRECT); where a file system refuses that, the page cache is used and the worker says so.
 
-DIRECT, UNCACHED, CACHED = "direct", "uncached", "cached"
-_DONTCACHE = 0x80  # RWF_DONTCACHE
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -335,11 +322,15 @@ class DiskReader:
     def __init__(self, throttle: control.Throttle) -> None:
         self._throttle = throttle
         self._buffer = memoryview(mmap.mmap(-1, copy.BLOCK))
-        self.way = DIRECT  # of the last file
+        self.cached = False  # the last file was read through the page cache
 
     def checksum(self, descriptor: int) -> str:
         """Of an open stored file, in hex. OSError of the disk; Cancelled."""
-        self.way = _begin(descriptor)
+        self.cached = False
+        try:
+            _set_direct(descriptor, on=True)
+        except OSError as error:
+            self._use_cache(descriptor, error)
         summed = xxhash.xxh3_128()
         offset = 0
         counted = 0  # files: with the first block
@@ -367,33 +358,22 @@ class DiskReader:
         return size
 
     def _read_some(self, descriptor: int, into: memoryview, offset: int) -> int:
-        if self.way == UNCACHED:
-            try:
-                return os.preadv(descriptor, [into], offset, _DONTCACHE)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self.way = CACHED
-                # At least the disk is asked, unless a job has the pages mapped.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             return os.preadv(descriptor, [into], offset)
         except OSError as error:
-            if self.way != DIRECT or error.errno not in _REFUSED:
+            if self.cached:
                 raise
+            self._use_cache(descriptor, error)
         _set_direct(descriptor, on=False)
-        self.way = UNCACHED
-        return self._read_some(descriptor, into, offset)
+        return os.preadv(descriptor, [into], offset)
 
-
-def _begin(descriptor: int) -> str:
-    try:
-        _set_direct(descriptor, on=True)
-    except OSError as error:
+    def _use_cache(self, descriptor: int, error: OSError) -> None:
+        """Unless ``error`` says more than that direct reads are refused."""
         if error.errno not in _REFUSED:
-            raise
-        return UNCACHED
-    return DIRECT
+            raise error
+        self.cached = True
+        # At least the disk is asked, unless a job has the pages mapped.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _set_direct(descriptor: int, *, on: bool) -> None:
@@ -443,8 +423,7 @@ def _repair(
     try:
         origin = os.open(name, _FLAGS | os.O_NONBLOCK, dir_fd=source)
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         return False
     with kit.files.closing(origin):
         if os.fstat(origin).st_size != held.size:
@@ -453,8 +432,7 @@ def _repair(
             try:
                 data = extents.read(origin, held.size, extent)
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 return False
             if extents.record_of(data) != held.record(extent):
                 return False

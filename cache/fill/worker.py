@@ -144,8 +144,7 @@ class Worker:
             for item in listed.entries if listed else self._entries(job.path, source):
                 if not isinstance(item, Entry):
                     name, error = item
-                    if error.errno in tree.SOURCE_GONE:
-                        raise error
+                    tree.raise_if_gone(error)
                     found.entries += 1
                     part.failed.append(copy.failure(name, error, asked=True))
                 elif item.name in job.mounted:
@@ -368,11 +367,10 @@ class Worker:
                     try:
                         add(item, self.copier.copy(source, item, staging))
                         if item.is_file and item.nlink > 1:
-                            key = self._link_key(staging, item)
+                            key = copy.link_key(item, self.copier.checksum)
                             copied.links.append(protocol.Link(item.name, key))
                     except OSError as error:
-                        if error.errno in tree.SOURCE_GONE:
-                            raise
+                        tree.raise_if_gone(error)
                         if error.errno in (errno.ENOSPC, errno.EDQUOT):
                             stopped = copied.full = True
                             break
@@ -452,11 +450,6 @@ class Worker:
     def _no_objects(self, error: OSError) -> None:
         self.no_objects = True
         self.note = f"files are read through the mount: {error}"
-
-    def _link_key(self, staging: int, item: Entry) -> str:
-        """Equal for two names only when they are links of one file with the same bytes."""
-        checksum = os.getxattr(f"/proc/self/fd/{staging}/{item.name}", tree.CHECKSUM).decode()
-        return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
 
     # --- commit
 

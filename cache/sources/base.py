@@ -1,16 +1,19 @@
-"""What every kind of source has in common. Imports little: ``look`` runs in a child process."""
+"""What every kind of source has in common. Imports little: ``rbd.look`` runs in a child process."""
 
 import contextlib
 import errno
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import kit.child
 import kit.errors
 from cache.settings import Source as Settings
 from cache.sources import roots
 from ceph.protocol import Access, ImageAccess
+
+if TYPE_CHECKING:
+    from cache.fill.protocol import Manifest
 
 AGAIN = "it is tried again"
 
@@ -38,7 +41,7 @@ class Reached:
     inside: tuple[str, ...] = ()
     server: str = ""
     marks: dict[str, str] = field(default_factory=dict)  # what it is (cache.store.identity)
-    manifest: tuple[str, str] | None = None  # where a published one may be: folder, path below it
+    manifest: "Manifest | None" = None  # a published one that may be there
 
 
 class Source(Protocol):

@@ -19,6 +19,7 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.processes
+from cache.fill.protocol import Manifest
 from cache.settings import CephfsSource, DatasetSettings, Source
 from cache.sources import base, cephfs_mount, roots, shared
 from cache.store import identity, tree
@@ -135,15 +136,16 @@ class Cephfs:
             bytes=root.bytes,
             native=self._access() if self.immutable else None,
             marks=marks,
-            manifest=self._manifest(),
+            manifest=self._manifest(marks),
         )
 
-    def _manifest(self) -> tuple[str, str] | None:
+    def _manifest(self, marks: dict[str, str]) -> Manifest | None:
         """In the live tree of the mount, for a snapshot cannot hold its own manifest."""
         if self._source.manifest is None or self._source.snapshot is None:
             return None
         path = self._source.manifest.replace("{snapshot}", self._source.snapshot)
-        return ("/", path[1:]) if path.startswith("/") else (str(self._target), path)
+        folder = "/" if path.startswith("/") else str(self._target)
+        return Manifest(folder, path.removeprefix("/").split("/"), marks)
 
     async def snapshots(self, deadline: float) -> dict[str, float]:
         """The snapshots of its path, and when each was made (Unix time). SourceError."""

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import kit.redact
 from cache.settings import CephfsSource
 from ceph import monitors, secrets
 from ceph.monitors import Address
-from linux import mountinfo, mounts
+from linux import mountinfo, mounts, procfs
 
 log = structlog.get_logger("source")
 
@@ -70,6 +70,7 @@ debug objectcacher = 0/0
 
 POINT = "mount"
 CLAIM_KEY = "claim.key"  # beside the keyring, of a source that a claim names
+_FILES = ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, SAID)
 
 
 class MayNotError(kit.errors.SourceError):
@@ -275,12 +276,13 @@ async def release(folder: Path) -> bool:
             f"source mount {target}", f"it cannot be unmounted ({error.strerror})",
             "end the processes that use it; it is tried again",
         ) from error  # fmt: skip
-    await asyncio.to_thread(_delete, folder)
+    await asyncio.to_thread(delete, folder, _FILES)
     return unmounted
 
 
-def _delete(folder: Path) -> None:
-    for name in ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, SAID):
+def delete(folder: Path, names: Iterable[str]) -> None:
+    """Files of a source and, once they are empty, its mount point and folder. OSError."""
+    for name in names:
         (folder / name).unlink(missing_ok=True)
     for made in (folder / POINT, folder):
         with contextlib.suppress(OSError):
@@ -289,14 +291,11 @@ def _delete(folder: Path) -> None:
 
 def _daemons(target: str) -> list[int]:
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
+    for pid in procfs.pids():
+        with contextlib.suppress(OSError):  # just ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if words[0].endswith(b"ceph-fuse") and os.fsencode(target) in words:
-                found.append(int(entry.name))
+                found.append(pid)
     return found
 
 

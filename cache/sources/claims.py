@@ -349,10 +349,7 @@ async def _config(namespace: str, ask: Ask) -> str:
 
 
 class ClaimLookup:
-    """What the claim of a dataset names, for all its generations: one answer for each snapshot.
-
-    Answers are used until a source does not answer, and asked for again now and then.
-    """
+    """What the claim of a dataset names, for all its generations: one answer for each snapshot."""
 
     def __init__(self, here: Callable[[], ThisNode]) -> None:
         """``here``: whose cluster is asked."""

@@ -346,8 +346,4 @@ async def release(folder: Path) -> None:
     except (OSError, kit.child.DeadlineError) as error:
         log.info("mapped image stays for now", folder=str(folder), why=str(error))
         return
-    for name in _FILES:
-        (folder / name).unlink(missing_ok=True)
-    for made in (folder / "mount", folder):
-        with contextlib.suppress(OSError):
-            made.rmdir()
+    cephfs_mount.delete(folder, _FILES)

@@ -283,37 +283,32 @@ class Budgets:
     async def _make_room(self, dataset: Dataset, target: Generation, end: protocol.FillEnd) -> bool:
         """Have others give what a dataset lacks after a fill; whether one gave something."""
         async with self.turn:
-            return await self._have_others_give(dataset, target, end)
-
-    async def _have_others_give(
-        self, dataset: Dataset, target: Generation, end: protocol.FillEnd
-    ) -> bool:
-        name, lacked = dataset.name, (target.id, end.left_files, end.left_bytes)
-        self._kept.pop(name, None)
-        wanted = _lacks(dataset, end)
-        if wanted == NOTHING or self._lacked.get(name) == lacked:
-            return False
-        await self._look()
-        asked: set[str] = set()
-        lacks, gave = wanted.bytes, False
-        while lacks > 0 and (other := victims.giver(self._shares(), name, asked)) is not None:
-            asked.add(other)
-            before = self._datasets[other].freed
-            settled = await self._ask(
-                self._datasets[other], f"it gave room to dataset {name}", wanted
-            )
-            freed = self._datasets[other].freed - before
-            if freed > 0:
-                log.info("room was made", dataset=name, by=other, bytes=freed)
-                self._datasets[other].due.fill_later(GAVE_SECONDS)
-                lacks, gave = lacks - freed, True
-            elif settled:
-                break  # there is enough
-        if gave:
-            self._lacked[name] = lacked
-        elif lacks > 0:
-            self._kept[name] = victims.in_the_way(self._shares(), name)
-        return gave
+            name, lacked = dataset.name, (target.id, end.left_files, end.left_bytes)
+            self._kept.pop(name, None)
+            wanted = _lacks(dataset, end)
+            if wanted == NOTHING or self._lacked.get(name) == lacked:
+                return False
+            await self._look()
+            asked: set[str] = set()
+            lacks, gave = wanted.bytes, False
+            while lacks > 0 and (other := victims.giver(self._shares(), name, asked)) is not None:
+                asked.add(other)
+                before = self._datasets[other].freed
+                settled = await self._ask(
+                    self._datasets[other], f"it gave room to dataset {name}", wanted
+                )
+                freed = self._datasets[other].freed - before
+                if freed > 0:
+                    log.info("room was made", dataset=name, by=other, bytes=freed)
+                    self._datasets[other].due.fill_later(GAVE_SECONDS)
+                    lacks, gave = lacks - freed, True
+                elif settled:
+                    break  # there is enough
+            if gave:
+                self._lacked[name] = lacked
+            elif lacks > 0:
+                self._kept[name] = victims.in_the_way(self._shares(), name)
+            return gave
 
     # --- what operators ask for
 

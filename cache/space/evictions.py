@@ -32,6 +32,7 @@ import kit.child
 import kit.errors
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
 from cache.dataset.generation import STORE_SECONDS, Generation
+from cache.fill import evict as evict_pass
 from cache.fill import protocol, space
 from cache.fill.protocol import Least
 from cache.space import tasks
@@ -215,8 +216,10 @@ class Evictions:
         limits: protocol.Limits | None = None,
         alone: bool = False,
     ) -> protocol.EvictEnd:
-        task = tasks.evict(dataset, limits or self._limits(dataset, "evict"), part, share)
-        task = dataclasses.replace(task, beside=task.beside and not alone)
+        allowed = limits or self._limits(dataset, "evict")
+        known = tasks.common(dataset, dataset.current, allowed)
+        known["beside"] &= not alone
+        task = evict_pass.EvictTask(**known, part=part, share=share)
         end = await self._run(dataset, "evict", task)
         if end.evict is None:
             raise _waits(dataset, end.why or end.result, "it is tried again")

@@ -28,7 +28,7 @@ def _inodes(generation: Generation) -> int:
 
 def _beside(dataset: Dataset, target: Generation) -> Amount:
     """What it takes without what is the target's own."""
-    return Amount(dataset.used_beside(target), inodes_of(dataset) - _inodes(target))
+    return Amount(dataset.used(beside=target), inodes_of(dataset) - _inodes(target))
 
 
 def of(

@@ -80,9 +80,6 @@ class Reserve:
         self._changed = changed
         self._wake = asyncio.Event()
 
-    def now(self) -> Least:
-        return self.least
-
     def take(self, settings: CacheSettings) -> None:
         self.settings = settings
         self._wake.set()

@@ -1,13 +1,10 @@
 """What the agent gives a pass: its source, its generation and its limits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from cache.dataset.dataset import Dataset
 from cache.dataset.generation import Generation
-from cache.fill import evict as evict_pass
 from cache.fill import protocol
-from cache.sources import base
 from cache.store import identity
 from linux import mountinfo
 
@@ -21,7 +18,7 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
     before = dataset.before(target)
     made = float(before.record.marks.get(identity.MADE, "0")) if before is not None else 0.0
     return protocol.FillTask(
-        **_common(dataset, target, limits),
+        **common(dataset, target, limits),
         native=reached.native,
         mounted=mountinfo.inside(reached.place or reached.root, mountinfo.read()),
         used=target.record.used,
@@ -29,60 +26,27 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
         before_made_ns=int(made * 1e9),
         inodes=target.record.inodes,
         share=target.record.kept_share,
-        manifest=_manifest(reached),
+        # A file that is read through the mount is looked up there, which costs more than a listing.
+        manifest=reached.manifest if reached.native is not None else None,
     )
 
 
-def _manifest(reached: base.Reached) -> protocol.Manifest | None:
-    """A file that is read through the mount is looked up there, which costs more than a listing."""
-    if reached.manifest is None or reached.native is None:
-        return None
-    folder, path = reached.manifest
-    return protocol.Manifest(folder, path.split("/"), reached.marks)
-
-
-def verify(dataset: Dataset, limits: protocol.Limits, *, source: bool) -> protocol.AnyTask:
-    """``source``: compare with the source too."""
-    if dataset.source.block:
-        return _block(dataset.current, limits)
-    reachable = dataset.reached is not None
-    return protocol.VerifyTask(
-        **_common(dataset, dataset.current, limits), against_source=source, reachable=reachable,
-        also=_others(dataset, dataset.current),
-    )  # fmt: skip
-
-
-def scrub(
-    dataset: Dataset, target: Generation, limits: protocol.Limits, cursor: str,
-    ahead: Sequence[Generation] = (),
+def verify(
+    dataset: Dataset, target: Generation, limits: protocol.Limits, *, source: bool = False,
+    **scrub: Any,
 ) -> protocol.AnyTask:  # fmt: skip
-    """``cursor``: the round that it continues. ``ahead``: whose own scrub reads what is shared."""
+    """``source``: compare with the source too. ``scrub``: fields of ``VerifyTask``."""
     if target.source.block:
         return _block(target, limits)
+    # Others may have a bad file of it, too: an update that is under way links those of the current.
+    others = [each.folder for each in dataset.every_generation() if each is not target]
     return protocol.VerifyTask(
-        **_common(dataset, target, limits), against_source=False,
-        reachable=target.reached is not None, scrub=cursor,
-        ahead=[each.folder for each in ahead], also=_others(dataset, target),
+        **common(dataset, target, limits), **scrub, also=others,
+        against_source=source, reachable=target.reached is not None,
     )  # fmt: skip
 
 
-def _others(dataset: Dataset, target: Generation) -> list[str]:
-    """Who may have a bad file of ``target`` too: an update that is under way links the files of the
-    current one."""
-    return [each.folder for each in dataset.every_generation() if each is not target]
-
-
-def withdraw(
-    dataset: Dataset, target: Generation, limits: protocol.Limits, part: str
-) -> protocol.WithdrawTask:
-    return protocol.WithdrawTask(**_common(dataset, target, limits), part=part)
-
-
-def evict(dataset: Dataset, limits: protocol.Limits, part: str, share: int) -> evict_pass.EvictTask:
-    return evict_pass.EvictTask(**_common(dataset, dataset.current, limits), part=part, share=share)
-
-
-def _common(dataset: Dataset, target: Generation, limits: protocol.Limits) -> dict[str, Any]:
+def common(dataset: Dataset, target: Generation, limits: protocol.Limits) -> dict[str, Any]:
     """The fields of every task. Without a source, the tree stands for it."""
     reached = target.reached
     return {

@@ -155,7 +155,10 @@ class Uses:
         latest = sorted(self._kept, key=self._kept.__getitem__, reverse=True)[:MOST_KEPT]
         self._kept = {name: self._kept[name] for name in latest}
         try:
-            await kit.child.call(users.save, str(self._path), self._kept, deadline=SAVE_SECONDS)
+            fields = {"used": self._kept}
+            await kit.child.call(
+                kit.formats.save, str(self._path), fields, users.FORMAT, deadline=SAVE_SECONDS
+            )
             self._saved = dict(self._kept)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             self._note(f"it could not be kept: {error}")

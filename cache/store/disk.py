@@ -124,17 +124,6 @@ def problem(found: str, wanted: str) -> str:
     return f"no disk is mounted at {wanted}; it would fill the one mounted at {found}"
 
 
-def _is_certain(store: str) -> bool:
-    """Whether ``place`` tells a disk from a directory of another one.
-
-    A pod that does not see the host's mount table sees a directory of the host as a mount, whether
-    or not the SSD is mounted there.
-    """
-    table = mountinfo.read()
-    own = mountinfo.containing(store, table)
-    return own is None or own.root == "/" or bool(apart(table))
-
-
 def _memory(state_dir: Path) -> Path:
     return state_dir / "cache-disk.json"
 
@@ -177,10 +166,6 @@ def has_generations(store: Path) -> bool:
     return False
 
 
-def _is_store(store: Path) -> bool:
-    return isinstance(marker_of(store), dict) or has_generations(store)
-
-
 def _lost_marker(store: Path) -> bool:
     """Its marker is to be made anew: that store is not gone."""
     return not isinstance(marker_of(store), dict) and has_generations(store)
@@ -201,14 +186,16 @@ def uuid_of(store: str) -> str:
 def check(store: str, disk: Path | None, state_dir: Path) -> None:
     """HostError unless the store's disk is mounted, and is a disk of the host."""
     own = mountinfo.read()
-    if why := fleeting(store, own, apart(own)):
+    host = apart(own)
+    if why := fleeting(store, own, host):
         raise kit.errors.HostError(
             f"cache.store {store}", why,
             "put it on an ext4 or XFS of the SSD; in a pod mount that directory of the host",
         )  # fmt: skip
     kept = _kept(state_dir, store)
     if isinstance(kept, kit.formats.Damage):
-        if disk is None and not _is_store(Path(store)):
+        is_store = isinstance(marker_of(Path(store)), dict) or has_generations(Path(store))
+        if disk is None and not is_store:
             raise kit.errors.HostError(
                 f"cache.store {store}",
                 f"{kept}, and no store is there: the disk that it lay on may not be mounted",
@@ -221,8 +208,11 @@ def check(store: str, disk: Path | None, state_dir: Path) -> None:
         if disk is None:
             remedy += ", or set cache.disk to / if the store may lie on another disk now"
         raise kit.errors.HostError(f"cache.store {store}", why, remedy)
-    uuid = kept.get("uuid", "")
-    if uuid and uuid_of(store) != uuid and not _is_certain(store) and not _lost_marker(Path(store)):
+    uuid, mount = kept.get("uuid", ""), mountinfo.containing(store, own)
+    # A pod that does not see the host's mount table sees a directory of the host as a mount,
+    # whether or not the SSD is mounted there.
+    unsure = mount is not None and mount.root != "/" and not host
+    if uuid and uuid_of(store) != uuid and unsure and not _lost_marker(Path(store)):
         raise kit.errors.HostError(
             f"cache.store {store}",
             f"the store {uuid} that was there is gone, and this pod cannot see whether a disk is "

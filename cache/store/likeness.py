@@ -65,10 +65,7 @@ def look_of(kept: Entry, now: os.stat_result | None) -> Look:
     """By its status alone. Pure."""
     if now is None:
         return Look.GONE
-    kind = stat.S_IFMT(kept.mode)
-    if kind != stat.S_IFMT(now.st_mode) or kept.mtime_ns != now.st_mtime_ns:
-        return Look.CHANGED
-    if kept.size != now.st_size:
+    if not tree.same_content(kept, now):
         return Look.CHANGED
     return Look.TOUCHED if kept.ctime_ns != now.st_ctime_ns else Look.SAME
 
@@ -105,8 +102,7 @@ def compare(folder: str, source: str, stamp: str) -> dict[str, str]:
             except PermissionError as error:
                 refused = refused or f"{_shown(each)} ({error.strerror})"
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
         if not refused and judge([look for _, look in seen]) is Match.OTHER:
             for at, (each, look) in enumerate(seen):
                 if look is Look.TOUCHED and each.stored and time.monotonic() < until:
@@ -158,8 +154,7 @@ def _bytes_of(kept: _Kept, stored: int, origin: int) -> Look:
     try:
         ours, theirs = (_windows(root, kept) for root in (stored, origin))
     except OSError as error:
-        if error.errno in tree.SOURCE_GONE:
-            raise
+        tree.raise_if_gone(error)
         return Look.TOUCHED
     if not ours:
         return Look.TOUCHED  # nothing tells empty files apart

@@ -63,10 +63,6 @@ class Counts:
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Counts)}
 
 
-class NewerFormatError(ValueError):
-    """A newer agent wrote this part."""
-
-
 # (type code, field of the entry); differences to the entry before, which are small.
 _COLUMNS = (
     ("I", "mode"),
@@ -108,9 +104,9 @@ def pack(items: Sequence[Item]) -> bytes:
 
 
 def unpack(part: bytes) -> list[Item]:
-    """ValueError when it is damaged, NewerFormatError when this agent does not know its format."""
+    """ValueError when it is damaged, or this agent does not know its format."""
     if not part or part[0] > SPARSE:
-        raise NewerFormatError(f"a part of the manifest has format {part[:1]!r}")
+        raise ValueError(f"a part of the manifest has format {part[:1]!r}")
     try:
         return _unpack(part)
     except (struct.error, zlib.error, IndexError, OverflowError) as error:

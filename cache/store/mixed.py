@@ -121,7 +121,7 @@ def blend(name: str, copy: str) -> bool:
         if not source:
             return False
         wanted = ranges.plan(states)
-        if ranges.is_whole(wanted, len(states)):
+        if wanted == [ranges.Local(0, len(states))]:
             wanted = [ranges.Local(0, len(states) - 1)] if len(states) > 1 else []
         for each, table in own.tables.items():
             shown = ranges.shown_by(table, own.copy)

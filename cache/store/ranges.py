@@ -5,6 +5,7 @@ chunks, unless they are called sectors.
 """
 
 import heapq
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def plan(states: bytes, most_lines: int = MOST_LINES) -> list[Local]:
     every = [Local(*each.span()) for each in _KNOWN.finditer(states) if _STORED in each[0]]
     most = (most_lines - 1) // 2  # each lies between two of the source
     if len(every) > most:
-        every = sorted(heapq.nlargest(most, every, key=_count), key=_start)
+        longest = heapq.nlargest(most, every, key=operator.attrgetter("count"))
+        every = sorted(longest, key=operator.attrgetter("start"))
     return every
 
 
@@ -62,20 +64,12 @@ def fitting(wanted: Sequence[int], used: int, room: int) -> Sequence[int]:
     return wanted[: max(0, most) // extents.EXTENT_BYTES]
 
 
-def is_whole(local: Sequence[Local], chunks: int) -> bool:
-    """Nothing is read from the source."""
-    return list(local) == [Local(0, chunks)]
-
-
-def must_return(states: bytes, shown: Sequence[Local]) -> bool:
-    """A chunk is read from the copy that is not known to be good there any more."""
-    return any(0 in states[each.start : each.end] for each in shown)
-
-
 def is_worth(states: bytes, shown: Sequence[Local], wanted: Sequence[Local]) -> bool:
     """Whether to change a table that has ``shown`` to one that has ``wanted``."""
-    gained = sum(map(_count, wanted)) - sum(map(_count, shown))
-    return must_return(states, shown) or gained >= max(1, len(states) // RELOADS)
+    gained = sum(each.count for each in wanted) - sum(each.count for each in shown)
+    # Nothing is read from the copy that is not known to be good there any more.
+    bad = any(0 in states[each.start : each.end] for each in shown)
+    return bad or gained >= max(1, len(states) // RELOADS)
 
 
 def lines(local: Sequence[Local], sectors: int, shift: int, copy: str, source: str) -> list[Line]:
@@ -106,11 +100,3 @@ def shown_by(table: Sequence[Line], copy: str) -> list[Local]:
         for line in table
         if line.device == copy
     ]
-
-
-def _count(each: Local) -> int:
-    return each.count
-
-
-def _start(each: Local) -> int:
-    return each.start

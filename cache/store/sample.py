@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import kit.errors
 import kit.files
 import kit.formats
@@ -94,10 +96,8 @@ def difference(kept: Entry, now: os.stat_result | None) -> str:
 def seen_of(fields: dict[str, Any]) -> Seen:
     """From what ``look`` or ``load_all`` gave; what is of another version counts as nothing."""
     try:
-        units = tuple(Unit(**each) for each in fields.get("units", ()))
-        known = {key: fields[key] for key in Seen.__dataclass_fields__ if key in fields}
-        return Seen(**(known | {"units": units}))
-    except TypeError:
+        return msgspec.convert(fields, Seen)
+    except msgspec.ValidationError:
         return Seen()
 
 
@@ -179,8 +179,7 @@ class _Comparing:
             try:
                 found = self._part(number) if table == _PARTS else self._directory(number)
             except OSError as error:
-                if error.errno in tree.SOURCE_GONE:
-                    raise
+                tree.raise_if_gone(error)
                 continue  # it cannot be read now, which is no difference
             except ValueError:
                 continue  # a damaged part, or a newer agent's

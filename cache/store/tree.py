@@ -51,6 +51,12 @@ _SPARSE = 2**20  # a file whose blocks are so many bytes short is asked for its 
 INODE_BITS = 2**48 - 1
 
 
+def raise_if_gone(error: OSError) -> None:
+    """Raise an error of the whole source; what concerns one file is the caller's."""
+    if error.errno in SOURCE_GONE:
+        raise error
+
+
 class SourceRefusedError(PermissionError):
     """The source does not let root open or read something. Jobs of others may."""
 
@@ -114,28 +120,23 @@ def same_content(entry: Entry, stored: os.stat_result) -> bool:
 
 def hides(directory: int) -> bool:
     """Whether it is opaque: readers see nothing of the source at its names."""
-    return _marked(directory, OPAQUE)
+    return _marked(os.getxattr, directory, OPAQUE)
 
 
 def is_closed(directory: int) -> bool:
     """Whether its mark, if it has one, speaks for its own names only."""
-    return _marked(directory, CLOSED)
-
-
-def _marked(directory: int, mark: str) -> bool:
-    try:
-        os.getxattr(directory, mark)
-    except OSError as error:
-        if error.errno != errno.ENODATA:
-            raise
-        return False
-    return True
+    return _marked(os.getxattr, directory, CLOSED)
 
 
 def remove_mark(directory: int, mark: str) -> bool:
     """Whether there was one."""
+    return _marked(os.removexattr, directory, mark)
+
+
+def _marked(call: Callable[[int, str], object], directory: int, mark: str) -> bool:
+    """Whether the call found the mark."""
     try:
-        os.removexattr(directory, mark)
+        call(directory, mark)
     except OSError as error:
         if error.errno != errno.ENODATA:
             raise

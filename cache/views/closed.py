@@ -7,6 +7,8 @@ node read it. So a directory with other pods' volumes and images, or with keys, 
 import os.path
 from collections.abc import Mapping
 
+from linux import mountinfo
+
 KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
 CLUSTER = "the cluster's"
 ALWAYS: Mapping[str, str] = {
@@ -44,9 +46,7 @@ def plain(path: str) -> str:
     return os.path.normpath("/" + path.lstrip("/"))
 
 
-def lies_in(path: str, folder: str) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it."""
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+lies_in = mountinfo.within
 
 
 def why(path: str, folders: Mapping[str, str]) -> str:

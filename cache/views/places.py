@@ -36,17 +36,11 @@ def parent(view: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def folder(above: int, name: str, path: str) -> Iterator[int]:
+def folder(above: int, name: str, path: str, mode: int = 0o755) -> Iterator[int]:
     """A descriptor of root's directory ``name`` of ``above``, which is made if it is missing.
 
     ``path``: its path, for errors.
     """
-    with _own(above, name, 0o755, path) as found:
-        yield found
-
-
-@contextlib.contextmanager
-def _own(above: int, name: str, mode: int, path: str) -> Iterator[int]:
     with kit.files.closing(_opened(above, name, mode, path)) as found:
         _check_owner(found, path)
         yield found
@@ -55,7 +49,7 @@ def _own(above: int, name: str, mode: int, path: str) -> Iterator[int]:
 def mount_point(above: int, name: str, path: str) -> str:
     """The place to mount at, as a path that leads nowhere else while ``above`` is open."""
     if mountinfo.top(path) is None:  # else what is seen there is the dataset's, and may hang
-        with _own(above, name, 0, path) as found:
+        with folder(above, name, path, mode=0) as found:
             # From here on it is what it is, so what follows is true when it is mounted on.
             mounts.set_immutable(found, True)
             if inside := os.listdir(found):

@@ -84,8 +84,3 @@ def load(path: Path) -> dict[str, float] | kit.formats.Damage | None:
     return kit.formats.read(
         path, FORMAT, lambda kept: {name: float(at) for name, at in dict(kept["used"]).items()}
     )
-
-
-def save(path: str, used: dict[str, float]) -> None:
-    """Replace the file durably. OSError."""
-    kit.formats.save(path, {"used": used}, FORMAT)

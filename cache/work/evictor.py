@@ -8,7 +8,6 @@ waits for no job.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 import structlog
 
@@ -24,11 +23,6 @@ log = structlog.get_logger("eviction")
 RETRY_SECONDS = 5.0  # after one that could not run
 
 
-class RoomWasMade(Protocol):
-    async def __call__(self, *, asked: bool) -> None:
-        """Files were taken out. ``asked``: by an operator."""
-
-
 class Evictor:
     def __init__(
         self,
@@ -37,10 +31,10 @@ class Evictor:
         kept: budgets.Budgets,
         withdrawn: Callable[[Dataset], Awaitable[bool]],
         clear_way: Callable[[Dataset], Awaitable[None]],
-        room_was_made: RoomWasMade,
+        room_was_made: Callable[[bool], Awaitable[None]],
     ) -> None:
         """``withdrawn``: finishes a withdrawal; False when bad files are left. ``clear_way``: ends
-        the scrub of a dataset."""
+        the scrub of a dataset. ``room_was_made``: files were taken out; True: for an operator."""
         self._datasets, self._slots, self._budgets = datasets, slots, kept
         self._withdrawn, self._clear_way = withdrawn, clear_way
         self._room_was_made = room_was_made
@@ -71,7 +65,7 @@ class Evictor:
             before = self._freed()
             await self._budgets.keep()
             if self._freed() != before:
-                await self._room_was_made(asked=False)
+                await self._room_was_made(False)
             async with self._budgets.turn:
                 dataset = None if self._ending else self._slots.next_eviction()
                 if dataset is not None:
@@ -79,7 +73,7 @@ class Evictor:
                     with self._slots.work.on(at_work.EVICTIONS, dataset.name):
                         ran = await self._turn_of(dataset)
             if dataset is not None and ran:
-                await self._room_was_made(asked=asked)
+                await self._room_was_made(asked)
                 continue
             patience = budgets.LOOK_SECONDS if self._budgets.over else None
             await kit.tasks.until(self._wake, patience if dataset is None else RETRY_SECONDS)

@@ -80,10 +80,6 @@ class Jobs:
         self.evictor.wake()
         self.slot.look_soon()
 
-    def disk_looked_at(self) -> None:
-        if self.budgets.disk_changed():
-            self.wake()
-
     # --- requests of operators
 
     async def warm(self, dataset: Dataset, *, now: bool = False) -> None:
@@ -239,7 +235,7 @@ class Jobs:
                     next_one.due.fill_soon()
                     dataset.wake()
 
-    async def _room_was_made(self, *, asked: bool) -> None:
+    async def _room_was_made(self, asked: bool) -> None:
         """Files were taken out beside a fill. ``asked``: by an operator."""
         await self.limits_changed()
         if asked:
@@ -306,10 +302,11 @@ class Jobs:
             await dataset.change(target, state="filling", why="", verified=verified, **changes)
         kind = FILL if serves else UPDATE
         task = tasks.fill(dataset, target, self._limits(dataset, kind, target))
-        target.queued = dataset.due_of(target).fill_again = False
+        times = dataset.due if serves else target.due
+        target.queued = times.fill_again = False
         try:
             end = await self._run(dataset, kind, task, target)
-            await self._fill_ended(dataset, target, end, serves=serves)
+            await self._fill_ended(dataset, target, end, times)
         finally:
             dataset.job = None
             dataset.wake()
@@ -332,10 +329,11 @@ class Jobs:
         return False
 
     async def _fill_ended(
-        self, dataset: Dataset, target: Generation, end: protocol.End, *, serves: bool
+        self, dataset: Dataset, target: Generation, end: protocol.End, times: due.Due
     ) -> None:
-        """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
-        times = dataset.due if serves else target.due
+        """Note the outcome, and queue it again when it is to go on as soon as it is its turn.
+        ``times``: of the fills of what serves, or of the next one."""
+        serves = times is dataset.due
         event = "fill ended" if serves else "update ended"
         log.info(event, dataset=dataset.name, result=end.result, why=end.why)
         goes_on, refused = dataset.gave_way, end.result in ("refused", "crossed")
@@ -375,7 +373,8 @@ class Jobs:
             if not serves and dataset.next is not target:
                 return
             if end.result == "partial":
-                if goes_on or _fits_now(times, end):
+                lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
+                if goes_on or (lacked and times.fill_again):  # room came since it began
                     # Of the one that serves an eviction may have written newer figures meanwhile.
                     changes = {"state": "filling"} if serves else changes | {"state": "filling"}
                     goes_on, target.fits = True, False
@@ -411,7 +410,8 @@ class Jobs:
             dataset.verification = Verification("failed", against_source, why)
             dataset.wake()
             return
-        task = tasks.verify(dataset, self._limits(dataset, "verify"), source=against_source)
+        limits = self._limits(dataset, "verify")
+        task = tasks.verify(dataset, dataset.current, limits, source=against_source)
         troubles = dataset.soundness.troubles
         end = await self._run(dataset, "verify", task)
         found = end.verify or protocol.VerifyEnd()
@@ -449,12 +449,6 @@ class Jobs:
 
 async def _nothing(*_: object) -> None:
     return
-
-
-def _fits_now(times: due.Due, end: protocol.End) -> bool:
-    """Whether room came since a fill began that left something out. The caller has the lock."""
-    lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
-    return lacked and times.fill_again
 
 
 def _may_go_on(dataset: Dataset, target: Generation) -> bool:

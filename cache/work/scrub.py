@@ -184,8 +184,8 @@ class Scrubber:
         limits = self._jobs.scrub_limits(dataset, pace)
         if earlier:
             target.reached = None  # its source is asked when something is bad
-        ahead = self._ahead(dataset, target, chosen.reason)
-        task = tasks.scrub(dataset, target, limits, cursor, ahead)
+        ahead = [each.folder for each in self._ahead(dataset, target, chosen.reason)]
+        task = tasks.verify(dataset, target, limits, scrub=cursor, ahead=ahead)
         # No await since it was chosen: no job has begun meanwhile.
         show(dataset, target, scrub.shown)
         end = await self._run(dataset, scrub, task, chosen, pace)
@@ -193,12 +193,14 @@ class Scrubber:
         known = before.bad if before.state in ("cancelled", "failed") else 0
         dataset.scrubs.bad += max(0, found.bad - known)
         dataset.scrubs.bad += await leaving.found_also(dataset, found)
-        current = end if not earlier else _of_current(found.also.get(dataset.folder, 0))
+        current, also = end, found.also.get(dataset.folder, 0)
+        if earlier:  # what it found of the current one by the way
+            current = protocol.End("bad", verify=protocol.VerifyEnd(bad=also, unreplaced=also))
         withdrawn, why = await self._jobs.withdrawals.take_out_bad(dataset, current)
         if current.verify is not None and current.verify.unreplaced and not why:
             dataset.due.fill_soon()
         if earlier:
-            dataset.scrubs.bad += found.also.get(dataset.folder, 0)
+            dataset.scrubs.bad += also
             if found.unreplaced:
                 await leaving.retire(dataset, target, found.unreplaced)
         scrub.shown = dataclasses.replace(
@@ -241,7 +243,9 @@ class Scrubber:
             # A verify of a suspect store finds the bad block that is the trouble: it goes on.
             unusable = dataset.no_store is not None and chosen.reason != scrub_order.SUSPECT
             first = chosen.reason == scrub_order.SUSPECT and not chosen.earlier
-            other = not first and self._some_suspect()
+            # Does a view wait for a verify?
+            datasets = self._datasets.values()
+            other = not first and any(each.suspect and self._may(each) for each in datasets)
             begins_anew = dataset.generation.state in ("new", "stale") and not chosen.earlier
             if unusable or other or begins_anew:
                 await scrub.cancel()
@@ -250,10 +254,6 @@ class Scrubber:
             if now != pace:
                 pace = now
                 await scrub.set_limits(self._jobs.scrub_limits(dataset, pace))
-
-    def _some_suspect(self) -> bool:
-        """A view waits for a verify."""
-        return any(each.suspect and self._may(each) for each in self._datasets.values())
 
     def _failed(self, dataset: Dataset, chosen: Choice, why: str) -> None:
         log.warning("scrub could not run", dataset=dataset.name, why=why)
@@ -274,8 +274,3 @@ def _target(dataset: Dataset, chosen: Choice) -> Generation:
 
 def _key(name: str, earlier: str) -> str:
     return f"{name}/{earlier}"
-
-
-def _of_current(bad: int) -> protocol.End:
-    """The end of a verify that found bad files of the current generation by the way."""
-    return protocol.End("bad", verify=protocol.VerifyEnd(bad=bad, unreplaced=bad))

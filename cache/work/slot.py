@@ -47,15 +47,13 @@ class Slot:
 
     def next(self) -> Dataset | None:
         """The one whose job is to run now."""
-        claims = [claim for each in self._waiting() for claim in self._claims(each)]
-        chosen = turns.first(claims, self.work.of(EVICTIONS))
+        chosen = turns.first(self._every_claim(), self.work.of(EVICTIONS))
         self._winner, self._holder = "", chosen or ""
         return None if chosen is None else self._datasets[chosen]
 
     def next_eviction(self) -> Dataset | None:
         """The one of which files are to be taken out now."""
-        claims = [claim for each in self._waiting() for claim in self._claims(each)]
-        chosen = turns.first_eviction(claims, self.work.of(JOBS))
+        chosen = turns.first_eviction(self._every_claim(), self.work.of(JOBS))
         return None if chosen is None else self._datasets[chosen]
 
     def look_soon(self) -> None:
@@ -76,8 +74,7 @@ class Slot:
         if (found := self._fill()) is None or found[1].cancelled:
             return
         dataset, job = found
-        others = [each for each in self._waiting() if each is not dataset]
-        waiting = [claim for each in others for claim in self._claims(each)]
+        waiting = self._every_claim(but=dataset)
         urgent = dataset.name in self._urgent
         running = Claim(dataset.name, dataset.settings.priority, now=urgent)
         verdict = turns.stops_for(running, waiting, self._now(), self.work.of(EVICTIONS))
@@ -130,6 +127,10 @@ class Slot:
                 if name not in self._datasets or self._datasets[name].removed}  # fmt: skip
         self._urgent -= gone
         return [each for each in self._datasets.values() if _waits(each) and not each.removed]
+
+    def _every_claim(self, *, but: Dataset | None = None) -> list[Claim]:
+        others = [each for each in self._waiting() if each is not but]
+        return [claim for each in others for claim in self._claims(each)]
 
     def _claims(self, dataset: Dataset) -> list[Claim]:
         """For what it waits. A verify of its own does not keep its fill from its turn."""

@@ -16,7 +16,8 @@ bytes are wrong waits no longer for the others.
 import asyncio
 import dataclasses
 import time
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -39,11 +40,8 @@ NOT_WITHDRAWN = "bad files could not be withdrawn"
 _SHOWS_COPY = (Stage.OVERLAY, Stage.STORE)
 
 
-class Run(Protocol):
-    async def __call__(
-        self, dataset: Dataset, kind: str, task: protocol.AnyTask, target: Generation | None, /
-    ) -> protocol.End:
-        """Run a pass over a generation; None: over the current one."""
+# Runs a pass over a generation; None: over the current one.
+Run = Callable[[Dataset, str, protocol.AnyTask, Generation | None], Awaitable[protocol.End]]
 
 
 class Withdrawals:
@@ -75,7 +73,8 @@ class Withdrawals:
         if bad:
             await dataset.change(state="filling", wanted=True, damaged=bad, why=why)
             dataset.due.fill_soon()
-        await kit.child.call(generations.forget_quarantined, dataset.folder, deadline=STORE_SECONDS)
+        forget = generations.write_quarantined
+        await kit.child.call(forget, dataset.folder, [], deadline=STORE_SECONDS)
         return why
 
     async def _withdraw(self, dataset: Dataset, bad: int) -> tuple[int, str]:
@@ -191,10 +190,7 @@ class Withdrawals:
         dataset.due.suspect()  # perhaps the source has gone since it was looked at
 
     async def _take_out(self, dataset: Dataset) -> tuple[int, str]:
-        """Both passes of a withdrawal: how many files are out, and why not all ('' if all).
-
-        No file is deleted unless every mark above it is removed and the view knows that.
-        """
+        """Both passes of a withdrawal: how many files are out, and why not all ('' if all)."""
         assert dataset.reached is not None
         if dataset.stage in (Stage.NONE, Stage.UNKNOWN) and dataset.reached.root:
             await dataset.publish(Stage.SOURCE)  # what is mounted by the id falls back to that
@@ -225,7 +221,8 @@ class Withdrawals:
         self, dataset: Dataset, part: str, of: Generation | None = None
     ) -> protocol.End:
         target = of or dataset.current
-        task = tasks.withdraw(dataset, target, self._limits_of(dataset, "withdraw"), part)
+        known = tasks.common(dataset, target, self._limits_of(dataset, "withdraw"))
+        task = protocol.WithdrawTask(**known, part=part)
         return await self._run(dataset, "withdraw", task, of)
 
 

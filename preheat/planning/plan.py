@@ -105,7 +105,7 @@ class Node:
     inodes_free: float = 1.0  # shares of all inodes
     eviction_inodes: float = 0.0
     inodes: int = 0  # of the whole file system; 0: it has no table of them
-    assumed: bool = False  # the thresholds are not from the kubelet's own configuration
+    thresholds_assumed: bool = False  # they are not from the kubelet's own configuration
     thresholds: str = ""  # where they are from, for people
 
     @property

@@ -61,7 +61,7 @@ def node(
         inodes=found.f_files,
         inodes_free=found.f_favail / found.f_files if found.f_files else 1.0,
         eviction_inodes=max((each.of(found.f_files) for each in inodes), default=0.0),
-        assumed=limits.assumed,
+        thresholds_assumed=limits.assumed,
         thresholds=limits.origin,
     )
 

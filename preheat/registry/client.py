@@ -55,7 +55,7 @@ class _Server:
     most, of all servers together."""
 
     host: hosts.Host
-    tls: ssl.SSLContext | None
+    tls: ssl.SSLContext | bool = True
     trouble: str = ""
     connections: int = MOST_CONNECTIONS
 
@@ -274,7 +274,7 @@ class Registry:
             try:
                 known = _Server(host, await asyncio.to_thread(hosts.context, host))
             except ValueError as error:
-                known = _Server(host, None, str(error))
+                known = _Server(host, trouble=str(error))
             self._contexts[host, seen] = known
         return known
 
@@ -361,7 +361,7 @@ class Registry:
         query = {"ns": server.host.namespace} if server.host.namespace else {}
         with _reaching(ref):
             return await self._connected(server.connections).request(
-                method, url, params=query, headers=headers, ssl=_tls(server), allow_redirects=True
+                method, url, params=query, headers=headers, ssl=server.tls, allow_redirects=True
             )
 
     @staticmethod
@@ -399,7 +399,7 @@ class Registry:
                 # With the registry's trust settings: its CA is also that of its token service.
                 request = self._connected(MOST_CONNECTIONS).request(
                     *(method, question.url), params=question.query, data=question.form,
-                    headers=headers, ssl=_tls(server),
+                    headers=headers, ssl=server.tls,
                 )  # fmt: skip
                 async with request as response:
                     body = await _body(response)
@@ -448,11 +448,6 @@ async def _number(stream: AsyncGenerator[bytes, None]) -> int:
         while len(tail) < 4 and (chunk := await anext(stream, b"")):
             tail += chunk
     return int.from_bytes(tail, "little") if len(tail) == 4 else 0
-
-
-def _tls(server: _Server) -> ssl.SSLContext:
-    assert server.tls is not None
-    return server.tls
 
 
 def _skipped(ref: manifest.Reference, response: aiohttp.ClientResponse, offset: int) -> int:

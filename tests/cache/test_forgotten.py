@@ -113,7 +113,7 @@ async def test_a_removal_is_written_before_the_view_goes(
 
     async def call(function: Any, *arguments: Any, deadline: float) -> Any:
         done.append(function.__name__)
-        if function is kept.save:
+        if function is kit.formats.save:
             raise OSError(28, "No space left on device", arguments[0])
 
     monkeypatch.setattr(kit.child, "call", call)

@@ -119,10 +119,12 @@ def _own_unknown(folder: Path) -> bool:
 FILES = [
     Kept("cache-trust.json", _save_troubles,
          lambda f: _sound(f).troubles == 3, _doubts),
-    Kept("datasets/a.json", lambda f: kept.save(str(kept.file_of(f, "a")), {"removed": True}),
+    Kept("datasets/a.json", lambda f: kit.formats.save(
+        str(kept.file_of(f, "a")), {"removed": True}, kept.FORMAT),
          lambda f: isinstance(kept.load(kept.file_of(f, "a")), dict),
          lambda f: isinstance(kept.load(kept.file_of(f, "a")), kit.formats.Damage)),
-    Kept("dataset-uses.json", lambda f: users.save(str(f / users.FILE), {"a": 7.0}),
+    Kept("dataset-uses.json", lambda f: kit.formats.save(
+        str(f / users.FILE), {"used": {"a": 7.0}}, users.FORMAT),
          lambda f: users.load(f / users.FILE) == {"a": 7.0},
          lambda f: isinstance(users.load(f / users.FILE), kit.formats.Damage)),
     Kept("cache-disk.json", lambda f: kit.formats.save(
@@ -283,7 +285,8 @@ def test_a_file_that_cannot_be_read_now_stays(
 
 def test_a_dataset_that_may_have_been_removed_stays_so_over_restarts(tmp_path: Path) -> None:
     file = kept.file_of(tmp_path, "a")
-    kept.save(str(file), {"removed": False, "unsure": "it was damaged"})
+    fields = {"removed": False, "unsure": "it was damaged"}
+    kit.formats.save(str(file), fields, kept.FORMAT)
     assert (kept.load(file) or {}) == {"format": 1, "removed": False, "unsure": "it was damaged"}
 
 

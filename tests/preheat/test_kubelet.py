@@ -157,7 +157,7 @@ def test_node_has_the_disk_and_a_bounded_pin_budget(tmp_path: Path) -> None:
 
     assert found.capacity == capacity
     assert found.pin_budget == int(0.8 * capacity)
-    assert found.assumed
+    assert found.thresholds_assumed
     small = settings.PreheatSettings(pin_budget=5)
     assert stock.node(str(tmp_path), small).pin_budget == 5
     # A remote snapshotter has no directory where CRI says.

@@ -135,7 +135,7 @@ def test_page_is_bounded(room: Preheat) -> None:
 def test_plan_is_what_the_last_cycle_made(room: Preheat, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for it works on nothing: with 500 images that took seconds of the loop."""
     shared = (estimate.Reuse(REF, 300, 200, ("r.e/base:v1",)),)
-    room.reconciler.snapshot = Snapshot(node=node(assumed=True), shared=shared, at=5.0)
+    room.reconciler.snapshot = Snapshot(node=node(thresholds_assumed=True), shared=shared, at=5.0)
     monkeypatch.setattr(estimate, "shared", None)
     found = status.image_plan(room.reconciler)
 

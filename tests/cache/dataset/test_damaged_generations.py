@@ -206,7 +206,7 @@ async def test_bad_files_that_an_update_has_linked_are_taken_out_before_it_goes_
     next_one = _beside(shown, "s2", state="filling")
     next_one.reached, shown.next = REACHED, next_one
     limits = Jobs({"a": shown}, lambda: 0)._limits(shown, "verify")
-    told = tasks.verify(shown, limits, source=False)
+    told = tasks.verify(shown, shown.current, limits)
     assert isinstance(told, protocol.VerifyTask)
     assert told.also == [next_one.folder, damaged.folder]
 

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ def test_what_alone_serves_needs_no_sample() -> None:
     for stage in (Stage.OVERLAY, Stage.NONE, Stage.UNKNOWN):
         assert found.ratio(stage, 0.0) is None
     found.add(Opens(), 0.0)  # directories only
-    assert hits.shown(found, Stage.OVERLAY) is None
+    assert found.ratio(Stage.OVERLAY, time.monotonic()) is None
 
 
 def test_old_samples_are_forgotten() -> None:

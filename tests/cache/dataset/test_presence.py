@@ -93,11 +93,11 @@ async def test_loss_of_files_is_told_once_it_is_durable_that_they_go(tmp_path: P
 
 async def test_dataset_that_is_added_later_tells_too(tmp_path: Path) -> None:
     cache = made(tmp_path, Complete())
+    told = []
 
     async def tell() -> None:
-        pass
+        told.append("told")
 
-    presence.listen(cache, tell)
     source = {"kind": "dir", "path": str(tmp_path)}
     late = {"name": "late", "source": source, "freshness": "frozen"}
     await cache._add([DatasetSettings.model_validate(late)])
@@ -105,8 +105,11 @@ async def test_dataset_that_is_added_later_tells_too(tmp_path: Path) -> None:
     for each in loops:  # before they begin
         each.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
-    assert cache.datasets["coco"].tell is tell
-    assert cache.datasets["late"].tell is tell
+    await cache.datasets["late"].tell_loss()
+    assert told == [], "nobody listens yet"
+    presence.listen(cache, tell)
+    await cache.datasets["late"].tell_loss()
+    assert told == ["told"]
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -104,5 +104,5 @@ def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyP
     waiting.add(Staged("c", 1, bytes=coordinator.BATCH_BYTES))
     assert waiting.due(more_is_coming=True)
     assert [staged.folder for staged in waiting.all()] == ["c", "b"]
-    waiting.end_commit()
+    waiting.committing = []
     assert [staged.folder for staged in waiting.all()] == ["c"]

@@ -121,7 +121,7 @@ async def test_nothing_is_synced_in_the_loop(area: Path, monkeypatch: pytest.Mon
     )
     await cache._prepare_store()
     shown = dataset(area, Source())
-    await shown.put_back()
+    await shown.save_state()
     await shown.change(state="new")
     given = settings(area)
     named = DatasetSettings(name="a", freshness="snapshot", source=given)

@@ -108,7 +108,7 @@ async def test_a_look_keeps_what_was_opened_for_the_hit_ratio(area: Path, view: 
     try:
         for _ in range(100):
             await looks._look_at_opens()
-            if hits.shown(shown.hits, Stage.OVERLAY) is not None:
+            if shown.hits.ratio(Stage.OVERLAY, time.monotonic()) is not None:
                 break
     finally:
         os.kill(int(started.stdout), signal.SIGKILL)
@@ -148,7 +148,7 @@ async def test_times_outlive_the_agent(tmp_path: Path) -> None:
     again = dataset("b", state="complete", created=50.0)
     made(tmp_path, again)
     assert again.use == Use(70.0)
-    users.save(str(tmp_path / users.FILE), {"b": 2.0**40})
+    kit.formats.save(str(tmp_path / users.FILE), {"used": {"b": 2.0**40}}, users.FORMAT)
     made(tmp_path, again)
     assert again.use.last <= time.time(), "the clock went back since"
 
