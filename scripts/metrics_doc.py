@@ -24,9 +24,10 @@ The parentheses after a metric's name hold its labels.
 
 ## How to read them
 
-* **A state is a label.** The series of the current state has the value 1. Other states have no series.
-  To count datasets by state, write `count by (state) (nodeagent_cache_state)`.
-* **If there is no finding, or the agent does not know a value, there is no series.** To get 0, write
+* **A state is a label.** The series of the current state has the value 1. Other states have no
+  series. To count datasets by state, write `count by (state) (nodeagent_cache_state)`.
+* **If there is no finding, or the agent does not know a value, there is no series.** To get 0,
+  write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
 
 ## How many series a node has

@@ -45,6 +45,7 @@ PLACES = (
     ("`rbd unmap`", "on the node, or in the ceph-csi pod of the node"),
     ("`ceph …`, and `rbd …` except `rbd unmap`", "on a host with an admin key of Ceph"),
     ("all other commands", "on the node, as root"),
+    ("`STATE_DIR`", "the setting `state_dir`, by default `/var/lib/nodeagent/state`"),
 )
 
 # What somebody sees who does not know the finding yet, and the entries to read in this order.
