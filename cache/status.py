@@ -576,23 +576,23 @@ def metrics(
         return {name: getattr(row, what) for name, row in shown.items()}
 
     sizes = {name: row.bytes.total for name, row in shown.items()}
-    yield gauge("cache_dataset_bytes", "Size in the source.", sizes, "dataset")
+    yield gauge("cache_dataset_bytes", "Size of all files in the source.", sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Source size of stored files."
+    text = "Size that the stored files have in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
-    yield gauge("cache_failed_files", "Files not copied.", failed, "dataset")
+    yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
     text = "State of the dataset."
     yield state("cache_state", text, each_is("state"), "dataset", "state")
     text = "What serves the view."
     yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
     on_ssd = {name: row.store_bytes for name, row in shown.items()}
-    yield gauge("cache_store_bytes", "SSD space.", on_ssd, "dataset")
+    yield gauge("cache_store_bytes", "SSD space of the dataset.", on_ssd, "dataset")
     made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
-    text = "Time of the snapshot."
+    text = "Time of the snapshot that jobs read."
     yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
     ratios = {name: row.hits.ratio for name, row in shown.items() if row.hits}
-    text = "Share of opens on the SSD."
+    text = "Share of opened files that are on the SSD (a sample)."
     yield gauge("cache_hit_ratio", text, ratios, "dataset")
     # The source of a complete dataset is let go when the last look at it found no trouble.
     answers = {
@@ -600,10 +600,10 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0: a needed source does not answer."
+    text = "0: the source does not answer, and the dataset is not complete."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
-    yield gauge("cache_generations", "Stored generations.", kept)
+    yield gauge("cache_generations", "Stored generations of all datasets.", kept)
     yield gauge("cache_budget_bytes", "Budget of the store.", budget)
     yield gauge("cache_used_bytes", "Size of the store.", used)
     text = "Health of the SSD."
@@ -614,17 +614,17 @@ def metrics(
     text = "Bytes scrubbed."
     yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
     yield from _scrub_metrics(datasets)
-    text = "Hanging processes."
+    text = "Child processes of the agent that hang in the kernel."
     yield gauge("children_abandoned", text, kit.processes.hanging())
 
 
 def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     each = dict(sorted(datasets.items()))
-    text = "Datasets that need a verify."
+    text = "Datasets that show the source until their files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Oldest complete scrub."
+    text = "Time of the last scrub of the dataset that waited longest."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
-    text = "Damaged files found."
+    text = "Damaged files that scrubs found."
     yield counter("cache_scrub_bad", text, bad, "dataset")

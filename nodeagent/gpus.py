@@ -50,7 +50,7 @@ def stalls(read: Callable[[], float | None] = io_stalled) -> Iterable[Metric]:
     """What the whole node waits for its disks and network file systems; on nodes without a GPU too.
     Nothing where the kernel does not count it."""
     if (seconds := read()) is not None:
-        text = "Time waiting for I/O."
+        text = "Time in which a task of the node waited for I/O."
         yield counter("node_io_stalled_seconds", text, seconds)
 
 

@@ -362,7 +362,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield gauge("preheat_pinned_bytes", text, estimate.union(pin.parts for pin in seen.pinned))
     budget = seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget
     yield gauge("preheat_pin_budget_bytes", "Budget of pinned images.", budget)
-    text = "Bytes still to pull."
+    text = "Bytes of requested images that are not yet on the node."
     yield gauge("preheat_missing_bytes", text, sum(missing))
     yield gauge("preheat_pulls_running", "Pulls in progress.", len(reconciler.pulls.running))
     text = "1: above kubelet's disk thresholds."
@@ -370,12 +370,12 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "1: kubelet knows the pins; -1: unknown."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Pinned, but no longer listed."
+    text = "Images that are pinned, but that no setting and no ImageSet lists any more."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
-    text = "Layers not yet safe from power cuts."
+    text = "Unpacked layers that a power cut can still damage."
     yield gauge("preheat_unconfirmed_layers", text, reconciler.durability.unconfirmed)
-    text = "Pinned images removed repeatedly."
+    text = "Pinned images that somebody removes again and again."
     yield gauge("preheat_gc_fights", text, len(healer.fights))
     yield counter("preheat_heals", "Pinned images restored.", counts.heals)
     yield counter("preheat_removals", "Pinned images removed by others.", counts.removals)
@@ -384,14 +384,14 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_fetched_bytes", text, totals.fetched_bytes)
     text = "Requests to registries."
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
-    text = "Images unpacked again."
+    text = "Images that the agent unpacked again after a power cut."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)
-    text = "Stops of containerd."
+    text = "How often containerd stopped while the agent changed something in it."
     yield counter("preheat_breaker_trips", text, runtime.connection.breaker.total)
-    text = "Bytes not downloaded."
+    text = "Bytes that nobody downloaded, because the image was on the node."
     saved = {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes}
     yield counter("preheat_saved_bytes", text, saved, "how")
-    text = "Pinned images not restored."
+    text = "Removed pinned images that the agent did not restore."
     refused = {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit}
     yield counter("preheat_heals_refused", text, refused, "reason")
     yield counter("preheat_failures", "Failed pulls.", totals.failed, "kind")

@@ -20,17 +20,20 @@ HEAD = """\
 # Metrics
 
 The agent serves these metrics at `http://127.0.0.1:9470/metrics` (`admin.metrics`).
-The parentheses after a name hold its labels.
+The parentheses after a metric's name hold its labels.
 
 ## How to read them
 
-* **A state is a label.** The value is 1. Count with `count by (state) (nodeagent_cache_state)`.
-* **Without a finding or a known value, there is no series.** To get 0, write
+* **A state is a label.** The series of the current state has the value 1. Other states have no
+  series. To count datasets by state, write `count by (state) (nodeagent_cache_state)`.
+* **If there is no finding, or the agent does not know a value, there is no series.** To get 0,
+  write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
 
 ## How many series a node has
 
-A node with {datasets} datasets has about {total} series. Each dataset adds {each}. GPUs add two.
+A node with {datasets} datasets has about {total} series. Each dataset adds {each} series. If the
+node has GPUs, they add two.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.

@@ -23,13 +23,14 @@ _STEP = re.compile(r"\d+\. |\* ")
 HEAD = """\
 # Runbook
 
-1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). It shows each finding with
-   severity, cause and advice.
-2. Find the [symptom](#symptoms), finding or alert below. Names in a row share one entry. If it has
-   no **Do**, follow the finding's advice.
-3. Not solved? Report it with the file of `nodeagent support-bundle`. It has no secrets.
+1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). The command shows each
+   finding with severity, cause and advice.
+2. Find the [symptom](#symptoms), finding or alert on this page. Headings directly below each other
+   share one entry. If an entry has no **Do**, follow the finding's advice.
+3. If this does not help, run `nodeagent support-bundle`. Report the problem with the file that the
+   command writes. The file has no secrets.
 
-Restart the agent only where an entry says so. A restart does not change running jobs.
+Restart the agent only if an entry says so. A restart does not change running jobs.
 """
 
 # Commands of the entries, and where they run.
@@ -41,25 +42,33 @@ PLACES = (
             "(POD: `kubectl -n nodeagent get pods --field-selector spec.nodeName=NODE`)"
         ),
     ),
-    ("`rbd unmap`", "on the node, or in its ceph-csi pod"),
-    ("`ceph …`, other `rbd …`", "on a host with an admin key"),
-    ("all others", "on the node, as root"),
+    ("`rbd unmap`", "on the node, or in the ceph-csi pod of the node"),
+    ("`ceph …`, and `rbd …` except `rbd unmap`", "on a host with an admin key of Ceph"),
+    ("all other commands", "on the node, as root"),
+    ("`STATE_DIR`", "the setting `state_dir`, by default `/var/lib/nodeagent/state`"),
 )
 
 # What somebody sees who does not know the finding yet, and the entries to read in this order.
 SYMPTOMS = (
-    ("Pod in ContainerCreating, event `format of disk … Operation not permitted`", "format-denied"),
     (
-        "Pod in ContainerCreating, event `FailedMount` for a dataset",
+        "Pod stays in ContainerCreating, event `format of disk … Operation not permitted`",
+        "format-denied",
+    ),
+    (
+        "Pod stays in ContainerCreating, event `FailedMount` for a dataset",
         "docs/kubernetes.md#when-the-pod-does-not-start",
     ),
     (
-        "Pod Pending that requires a dataset's label",
+        "Pod that requires a dataset's label stays Pending",
         "dataset-partial, label-limit, label-refused, docs/kubernetes.md#on-some-of-the-nodes",
     ),
     (
-        "Pod Terminating, or its volume is busy",
-        "busy-mount, leaked-mount, unmap-failing; of a dataset: docs/kubernetes.md#what-holds",
+        "Pod stays Terminating, or its Ceph volume is busy",
+        "busy-mount, leaked-mount, unmap-failing",
+    ),
+    (
+        "Pod stays Terminating, or its dataset volume is busy",
+        "docs/kubernetes.md#what-holds",
     ),
     ("Reads of a dataset hang", "DatasetSourceSilent"),
     (
@@ -74,15 +83,15 @@ SYMPTOMS = (
         "Nodes show different versions of a dataset",
         "dataset-update-stuck, dataset-source-changed",
     ),
-    ("API server restored from a backup", "docs/kubernetes.md#after-a-restore"),
+    ("Somebody restored the API server from a backup", "docs/kubernetes.md#after-a-restore"),
     (
-        "Volume attached on two nodes, or cannot move",
+        "Volume is attached to two nodes, or cannot move to another node",
         "leaked-mount, staged-unused, mapped-elsewhere",
     ),
-    ("Volume that held data is empty", "content-missing"),
+    ("Volume held data, and now looks empty", "content-missing"),
     ("Volume has I/O errors", "blocklisted-client, volume-unreadable, file-system-errors"),
     (
-        "Image is pulled again",
+        "Node pulls an image again that it had",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",
     ),
 )

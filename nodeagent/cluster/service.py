@@ -37,8 +37,8 @@ class Cluster:
         text = "Bytes from the API server."
         yield counter("cluster_received_bytes", text, received, "part")
         lists = {kind: each.lists for kind, each in follower.watches.items()}
-        yield counter("cluster_lists", "Complete lists of objects.", lists, "kind")
-        yield gauge("cluster_synced", "1: all objects are known.", float(follower.synced))
+        yield counter("cluster_lists", "How often all objects were listed.", lists, "kind")
+        yield gauge("cluster_synced", "1: the agent knows all objects.", float(follower.synced))
         writes = {"node": writer.writes, "rollup": writer.rolls}
         text = "Writes of NodeStorage (node), objects' status (rollup)."
         yield counter("cluster_writes", text, writes, "what")
