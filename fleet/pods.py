@@ -114,7 +114,8 @@ def _code(name: str, result: bytes) -> int:
         raise _ended(name, "no result") from error
     if found.status == "Success":
         return 0
-    codes = [each.message for each in found.details.causes if each.reason == "ExitCode"]
+    causes = (found.details.causes if found.details else None) or ()
+    codes = [each.message for each in causes if each.reason == "ExitCode"]
     if codes and codes[0].isdecimal():
         return int(codes[0])
     raise kit.errors.RefusedError(

@@ -106,13 +106,14 @@ class FleetServer:
                 with self._errors(right):
                     answer = ask(**query, **({"_continue": token} if token else {}))
                     self._clock(answer.headers.get("Date"))
+                    body = answer.data  # read only now
             except _ExpiredError as error:
                 # The list took longer than the server keeps its state: the rest as it is now.
                 if error.token in ("", token):
                     raise
                 token = error.token
                 continue
-            page = self._read(answer.data, kind)
+            page = self._read(body, kind)
             yield page.items
             token = page.metadata.token
             if not token:

@@ -164,7 +164,7 @@ class Cause(Told, frozen=True):
 
 
 class CauseList(Told, frozen=True):
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Cause, ...] | None = ()  # others than Go's API server write null
 
 
 class ToldStatus(Told, frozen=True):
@@ -175,4 +175,4 @@ class ToldStatus(Told, frozen=True):
     message: str = ""
     reason: str = ""
     metadata: ListMeta = ListMeta()
-    details: CauseList = CauseList()
+    details: CauseList | None = CauseList()

@@ -44,7 +44,7 @@ def new(path: Path, option: str) -> Iterator[IO[bytes]]:
         with os.fdopen(descriptor, "wb") as stream:
             yield stream
     except BaseException:
-        path.unlink()
+        path.unlink(missing_ok=True)
         raise
 
 

@@ -36,7 +36,8 @@ class Finding:
 
 def said(subject: str, message: str) -> str:
     """What it is about and what is wrong with it; many messages begin with their subject."""
-    return f"{subject}: {message}" if without(subject, message) == message else message
+    begins = not subject or message == subject or without(subject, message) != message
+    return message if begins else f"{subject}: {message}"
 
 
 def without(subject: str, message: str) -> str:

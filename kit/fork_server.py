@@ -9,9 +9,8 @@ sockets: control, and the child's first descriptors. On control the server answe
 child's pid and its pidfd (or a negative errno), and when it has ended with its code (or, negative,
 the signal that ended it).
 
-Jobs: ``call`` has stdin, stdout and stderr, gets arguments and says an outcome; ``run`` has one
-socket as stdin and stdout, and talks by itself (``kit.line_worker``) until its function or the
-server ends.
+Jobs: ``call`` has stdin, stdout and stderr, gets arguments and says an outcome; ``run`` has stdin
+and stdout, and talks by itself (``kit.line_worker``) until its function or the server ends.
 
 Invariants: a child dies with the server, and the server with the agent. The server has one thread
 and runs no code of a child; it loads modules, and in nothing else it can hang. A pid is not free
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from kit import child_main, messages
 
 REQUEST_BYTES = 4096
-STREAMS = {"call": 3, "run": 1}  # sockets of a child, by its job
+STREAMS = {"call": 3, "run": 2}  # descriptors of a child, by its job
 ENDS = 1 + max(STREAMS.values())  # of a request
 
 
@@ -131,7 +130,7 @@ def _child(server: int, job: str, module: str, name: str, streams: list[int]) ->
     child_main.die_with_parent()
     if os.getppid() != server:
         sys.exit("the agent has ended")
-    for place, each in enumerate(streams if job == "call" else streams * 2):
+    for place, each in enumerate(streams):
         os.dup2(each, place)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     child_main.name_process(f"{module.rpartition('.')[2]}:{name}")

@@ -136,22 +136,34 @@ class Child:
 
 
 class Talker(Child):
-    """A child that goes on. ``stdin``, ``stdout``: as of ``asyncio.subprocess``, once connected;
-    in the child they are one socket."""
+    """A child that goes on. ``stdin``, ``stdout``: as of ``asyncio.subprocess``, once connected."""
 
-    stdin: asyncio.StreamWriter | None = None
-    stdout: asyncio.StreamReader | None = None
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    _transports: tuple[asyncio.BaseTransport, ...] = ()
 
     async def connect(self, limit: int) -> None:
         """``limit``: the longest line in bytes that its stdout may be read by."""
-        self.stdout, self.stdin = await asyncio.open_unix_connection(
-            sock=self._streams[0], limit=limit
-        )
+        stdin, stdout = self._streams
+        self.stdout = asyncio.StreamReader(limit)
+        answers = asyncio.StreamReaderProtocol(self.stdout)
+        transport, _ = await self._loop.connect_read_pipe(lambda: answers, stdout)
+        self._transports = (transport,)
+        # It tells that the child has closed its end; nothing is read from it.
+        nothing = asyncio.StreamReader()
+        watched = asyncio.StreamReaderProtocol(nothing)
+        writing, _ = await self._loop.connect_write_pipe(lambda: watched, stdin)
+        self._transports += (writing,)
+        self.stdin = asyncio.StreamWriter(writing, watched, nothing, self._loop)
 
     def hang_up(self) -> None:
         """Neither say nor hear any more."""
-        if self.stdin is not None:
-            self.stdin.transport.abort()  # what a child that hangs has not read keeps nothing open
+        for each in self._transports:
+            # What a child that hangs has not read would keep it open.
+            if isinstance(each, asyncio.WriteTransport) and each.get_write_buffer_size():
+                each.abort()
+            else:
+                each.close()
 
     def forget(self) -> None:
         self.hang_up()
@@ -233,7 +245,7 @@ async def talk(target: str, seconds: float, limit: int) -> Talker:
     ``limit``: as of ``Talker.connect``. Errors as of ``start``.
     """
     async with asyncio.timeout(seconds):
-        child = await _asked(f"run {target}", Talker, 1)
+        child = await _asked(f"run {target}", Talker, 2)
         try:
             await child.connect(limit)
         except BaseException:

@@ -432,7 +432,6 @@ async def serving(state: State) -> AsyncIterator[None]:
             except kit.errors.HostError as error:
                 _note_shut(state, error)
             else:
-                stack.callback(listening.close)
                 listeners.append(_Listener("api", app, listening, certificate))
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)

@@ -23,6 +23,8 @@ EXPIRED = {
     "message": "the continue parameter is too old", "metadata": {"continue": "two-anew"},
 }  # fmt: skip
 
+BROKEN_OFF = '{"items": ['
+
 CREDENTIAL = (
     'echo \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
     '"status": {%s}}\''
@@ -40,7 +42,8 @@ def answering(*answers: Answer) -> Iterator[tuple[int, list[str]]]:
             status, body = left.pop(0)
             data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            missing = 9 if body == BROKEN_OFF else 0
+            self.send_header("Content-Length", str(len(data) + missing))
             self.end_headers()
             self.wfile.write(data)
 
@@ -91,8 +94,12 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
     assert ["continue=" in path for path in asked] == [False, True, True]
 
 
-def test_a_list_that_expires_goes_on_where_it_was(tmp_path: Path) -> None:
-    names, asked = listed(tmp_path, page("ab", "two"), (410, EXPIRED), page("c"))
+@pytest.mark.parametrize("details", [{}, None, {"causes": None}])
+def test_a_list_that_expires_goes_on_where_it_was(
+    details: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    expired = {**EXPIRED, "details": details}
+    names, asked = listed(tmp_path, page("ab", "two"), (410, expired), page("c"))
     assert names == [["a", "b"], ["c"]]
     assert "continue=two-anew" in asked[-1]
 
@@ -109,10 +116,11 @@ def test_a_list_that_expires_goes_on_where_it_was(tmp_path: Path) -> None:
         ((400, {"kind": "Status", "reason": "BadRequest", "message": "unable to parse"}),
          kit.errors.SettingsError, ["the request to list", "unable to parse", "correct it"]),
         ((500, "boom"), kit.errors.UnreachableError, ["answers 500", "try again"]),
+        ((200, BROKEN_OFF), kit.errors.UnreachableError, ["no API server answers there"]),
         ((200, "<html>"), kit.errors.UnreachableError, ["no API server", "right cluster"]),
         ((200, {"items": [{"metadata": {"name": 7}}]}), kit.errors.UnreachableError, ["`str`"]),
     ],
-    ids=["no kinds", "nobody", "no right", "bad request", "broken", "no API", "another shape"],
+    ids=["no kinds", "nobody", "no right", "bad request", "broken", "broken off", "no API", "another shape"],
 )  # fmt: skip
 def test_errors_name_thing_cause_and_remedy(
     tmp_path: Path, answer: Answer, error: type[Exception], words: list[str]

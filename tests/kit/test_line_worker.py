@@ -157,7 +157,6 @@ async def test_forked_child_works_for_the_agent_and_keeps_no_descriptor() -> Non
 async def test_what_a_stopped_child_has_not_read_is_given_up_with_it() -> None:
     child = await processes.start_forked(NUMBERS)
     os.kill(child.pid, signal.SIGSTOP)
-    assert child.stdin is not None
     child.stdin.write(b"x" * 5_000_000)
     assert child.stdin.transport.get_write_buffer_size() > 0
     child.hang_up()
