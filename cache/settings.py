@@ -125,8 +125,8 @@ class RbdSource(kit.settings.Section):
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd-read-only'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "krbd", "none"] = "auto"
-    """auto: if the kernel has an RBD client, jobs can read during the fill. krbd: the kernel must
-    have this client. none: jobs wait for the complete copy."""
+    """auto: with an RBD client in the kernel, jobs read during the fill. krbd: requires this
+    client. none: jobs wait for the copy."""
 
     needs: ClassVar = "source.snapshot"
     in_snapshot: ClassVar = True
@@ -233,10 +233,9 @@ class DatasetSettings(kit.settings.Section):
     earlier: int = Field(default=1, ge=0, le=8)
     """How many earlier generations the agent keeps."""
     warm: bool = True
-    """Fill the dataset automatically. false: fill it only when somebody asks."""
+    """Fill automatically. false: fill only on command."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """A dataset with a higher priority is filled first and evicted last. Its fill interrupts fills
-    of a lower priority."""
+    """A higher priority is filled first and evicted last, and interrupts other fills."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
@@ -343,17 +342,17 @@ class CacheSettings(kube.settings.RoomSettings):
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
     """Directory of the store."""
     disk: kit.settings.AbsolutePath | None = None
-    """Mount point of the SSD. Default: the disk where the store was created. '/' permits any disk,
-    also the root disk."""
+    """Mount point of the SSD. Default: the disk where the store was created. '/': any disk, also
+    the root disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
-    """Directory of the views. With a hostPath, mount <views>/<name> into pods."""
+    """Directory of the views. Mount <views>/<name> into pods."""
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
     """Maximum bytes of the store."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit."""
     reserve: kit.settings.Share = 0.1
-    """Share of bytes and inodes that stays free. If you set `kubelet.config`, the agent raises it
-    to at least 9/8 of the kubelet's eviction thresholds."""
+    """Share of bytes and inodes that stays free. With `kubelet.config`, it is at least 9/8 of the
+    kubelet's eviction thresholds."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0
@@ -372,7 +371,7 @@ class CacheSettings(kube.settings.RoomSettings):
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
-    """If a CachedDataset names a `source.secret_file`, the file must lie in this directory."""
+    """Directory in which `source.secret_file` of a CachedDataset must lie."""
     datasets: tuple[DatasetSettings, ...] = ()
     """Datasets."""
 

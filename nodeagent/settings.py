@@ -132,8 +132,7 @@ class ApiSettings(kit.settings.Section):
     tokens_file: kit.settings.AbsolutePath | None = None
     """YAML file: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead of `token`."""
     kubernetes: ReviewSettings | None = None
-    """If set, the agent asks the Kubernetes API server about tokens that are not in `tokens_file`.
-    In a pod, write `{}`."""
+    """If set, the API server checks tokens that are not in `tokens_file`. In a pod, write `{}`."""
 
     @model_validator(mode="after")
     def _some_callers(self) -> "ApiSettings":
@@ -155,8 +154,7 @@ class AdminSettings(kit.settings.Section):
     """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
     the status page. null: off."""
     names: tuple[str, ...] = ()
-    """Other host names under which clients may call the TCP listeners. The agent refuses all other
-    names."""
+    """Other host names under which clients may call the TCP listeners."""
     api: ApiSettings | None = None
     """Admin API over TCP, with TLS and tokens."""
 
@@ -180,7 +178,7 @@ class ClusterSettings(kube.settings.AccessSettings):
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force after it is gone, if nobody deleted it (restored etcd, lost
+    """How long an object stays in force if it is gone and nobody deleted it (restored etcd, lost
     node label)."""
     conditions: bool = True
     """Write Events and Node conditions."""

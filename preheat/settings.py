@@ -132,9 +132,9 @@ class PreheatSettings(kube.settings.RoomSettings):
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
     """How long an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """If no agent ran for this time (minimum 4h), containerd ends all pins. If you set it, the
-    kubelet's image garbage collection can delete pinned images, also while the agent runs. The
-    agent then restores them."""
+    """If no agent ran for this time (minimum 4h), containerd ends all pins. If you set it, pins do
+    not stop the kubelet's image garbage collection, also while the agent runs. The agent restores
+    the images."""
     retain: RetainSettings | None = None
     """Also pin images that pods used and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
@@ -142,7 +142,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     credentials: CredentialSettings = CredentialSettings()
     """Logins for registries."""
     hosts_dir: Annotated[str, AfterValidator(_directories)] = "/etc/containerd/certs.d"
-    """Directory of containerd's registry configuration. Separate several directories with ':'."""
+    """containerd's registry configuration. Separate directories with ':'."""
     refresh: kit.settings.Seconds = Field(default=3600.0, ge=10)
     """How often the agent looks up a tag."""
     spread: kit.settings.Seconds = Field(default=300.0, ge=0, le=86400)

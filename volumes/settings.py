@@ -72,23 +72,21 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Devices whose writes the guard reports, in addition to the devices of `drivers`. ceph: none.
-    csi: all except the node's own disks. all: all except the disks of the root file system and of
-    swaps."""
+    """Devices whose writes the guard reports, in addition to those of `drivers`. ceph: none. csi:
+    all but the node's own disks. all: all but disks of the root file system and swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
-    """Disks that belong to the node itself, in addition to those that the agent finds. Write
-    'by-id:PATTERN', 'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. A pattern
-    never matches a device of a PersistentVolume."""
+    """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
+    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches devices
+    of PersistentVolumes."""
     names: tuple[str, ...] = ("*",)
-    """Guarded devices to which the agent can give a lease by itself (shell patterns)."""
+    """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may write to guarded devices (first 15 bytes of the name)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
     nor the value of an option."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """Length of a lease. Set it longer than 122 s (the kubelet's longest pause before a retry), and
-    longer than your longest mkfs."""
+    """Length of a lease. Set it longer than 122 s, and longer than your longest mkfs."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -98,10 +96,9 @@ class GuardSettings(kit.settings.Section):
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
     """Time limit of one read of a probe."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
-    """Time limit for an answer of the Ceph cluster. Without an answer, the device gets no lease."""
+    """Time limit for an answer of Ceph. Without an answer, there is no lease."""
     require_extents: bool = False
-    """true: if the Ceph cluster of an RBD image is not in `clusters`, the agent gives the image no
-    lease by itself."""
+    """true: RBD images whose cluster is not in `clusters` get no automatic lease."""
     raw_block: bool = True
     """A pod may write to its raw block volume."""
     cgroup: kit.settings.AbsolutePath | None = None
@@ -221,7 +218,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Logs that the agent reads in addition to the kernel's log. Each needs `files` or `unit`."""
+    """Logs besides the kernel's. Each needs `files` or `unit`."""
     namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
         default=(
             "kube-system",
@@ -234,7 +231,7 @@ class LogSettings(kit.settings.Section):
     )
     """In directories named 'containers', read only logs of these namespaces."""
     patterns: kit.settings.AbsolutePath | None = None
-    """YAML file with patterns in addition to the built-in patterns."""
+    """YAML file with patterns besides the built-in ones."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
     """Maximum lines per second of one log."""
     hold: ClassVar[kit.settings.Seconds] = 900.0
@@ -258,8 +255,7 @@ class ActionSettings(kit.settings.Section):
     would do."""
 
     detach_leaked: Mode = "off"
-    """What the agent does with leaked private mounts. off: unmount them only on command. dry-run:
-    only log. on: unmount them."""
+    """Unmount leaked private mounts: off (only on command), dry-run (only log) or on."""
     per_hour: ClassVar[int] = 10
     """Most actions in an hour."""
 
@@ -270,8 +266,8 @@ class RepairSettings(kit.settings.Section):
     (docs/audit.md)."""
 
     mode: Mode = "off"
-    """What the agent does with a broken mapping that nothing holds. off: only advise. dry-run: only
-    log. on: unmap it. The agent sees only with `clusters` that Ceph blocklisted this node."""
+    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on. To
+    detect a blocklist, the agent needs `clusters`."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
@@ -294,8 +290,8 @@ class RuleSettings(kit.settings.Section):
     patience: kit.settings.Seconds | None = Field(default=None, ge=0)
     """How long a problem must last before it becomes a finding."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
-    """Words. If the subject, device, cgroup, pod, command or volume contains one of them, there is
-    no finding."""
+    """Words. There is no finding if its subject, device, cgroup, pod, command or volume contains
+    one."""
 
 
 class RequiredMount(kit.settings.Section):
