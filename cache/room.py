@@ -47,7 +47,7 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
 
 
 class DatasetStatus(kit.settings.Shown):
-    """One dataset on this node."""
+    """One entry for each dataset on this node."""
 
     name: str  # Name of the dataset.
     state: str  # complete, filling, partial, failed, paused, ...: as in 'nodeagent dataset list'.

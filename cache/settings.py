@@ -28,7 +28,7 @@ class DirSource(kit.settings.Section):
     kind: Literal["dir"]
     """A directory that something else has mounted."""
     path: kit.settings.AbsolutePath
-    """Root of the dataset, already mounted."""
+    """Root of the dataset. You must mount it yourself."""
 
     needs: ClassVar = "a .snap path"
     _by_object: bool = PrivateAttr(default=False)
@@ -59,9 +59,10 @@ class CephfsSource(kit.settings.Section):
     path: str = "/"
     """Root of the dataset."""
     snapshot: str | None = None
-    """Name in `path`/.snap, for 'freshness: snapshot'."""
+    """Name of the snapshot in `path`/.snap, for 'freshness: snapshot'."""
     manifest: str | None = Field(default=None, max_length=4096)
-    """Published manifest, below 'path', or on this host if it begins with '/'."""
+    """File of a published manifest, relative to 'path'. If it begins with '/', it is a path of this
+    node."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
@@ -119,7 +120,7 @@ class RbdSource(kit.settings.Section):
     snapshot: kit.settings.Word
     """Name of the snapshot."""
     partition: int = Field(0, ge=0, le=128)
-    """Partition of the file system. 0: no partitions."""
+    """Number of the partition that holds the file system. 0: the image has no partitions."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd-read-only'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
@@ -152,7 +153,7 @@ class PvcSource(kit.settings.Section):
     namespace: kit.settings.Word
     """Namespace of the claim."""
     name: kit.settings.Word
-    """Name of the claim. It needs the annotation nodeagent.io/cache: allowed."""
+    """Name of the claim. The claim needs the annotation nodeagent.io/cache: allowed."""
     snapshot: kit.settings.Word | None = None
     """Name of a VolumeSnapshot, for 'freshness: snapshot'."""
 
@@ -222,24 +223,25 @@ class DatasetSettings(kit.settings.Section):
     name: str
     """Lower-case letters, digits, '-' and '.'; at most 63 characters."""
     source: Source
-    """Its kind: dir, cephfs, rbd or pvc."""
+    """Where the original data is. `kind` is dir, cephfs, rbd or pvc."""
     freshness: Literal["snapshot", "follow", "frozen"]
     """snapshot, follow (always the newest snapshot) or frozen (you promise not to change the
     files)."""
     snapshots: str = Field(default="*", min_length=1, max_length=255)
-    """Shell pattern for 'freshness: follow'. '*' excludes names that begin with '_'."""
+    """Shell pattern of the snapshots that 'freshness: follow' uses. '*' excludes names that begin
+    with '_'."""
     earlier: int = Field(default=1, ge=0, le=8)
-    """Earlier generations to keep."""
+    """How many earlier generations the agent keeps."""
     warm: bool = True
-    """Fill automatically."""
+    """Fill automatically. false: fill only on command."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher: filled first, evicted last, interrupts other fills."""
+    """A higher priority is filled first and evicted last, and interrupts other fills."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit."""
     keep: bool = False
-    """Never evict this dataset for others."""
+    """true: by itself, the agent evicts this dataset only if it is above its own budget."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -306,7 +308,7 @@ class ScrubSettings(kit.settings.Section):
     every: kit.settings.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
     """Time between scrubs. 0: only after SSD errors."""
     bytes_per_second: kit.settings.Bytes = Field(default=20 * 1024**2, gt=0)
-    """Maximum bytes per second from the SSD."""
+    """Maximum bytes per second that a scrub reads from the SSD."""
     crash_bytes_per_second: ClassVar[kit.settings.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
@@ -340,7 +342,8 @@ class CacheSettings(kube.settings.RoomSettings):
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
     """Directory of the store."""
     disk: kit.settings.AbsolutePath | None = None
-    """Mount point of the SSD. Default: the disk where the store was created. /: any disk."""
+    """Mount point of the SSD. Default: the disk where the store was created. '/': any disk, also
+    the root disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
     """Directory of the views. Mount <views>/<name> into pods."""
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)
@@ -348,8 +351,8 @@ class CacheSettings(kube.settings.RoomSettings):
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit."""
     reserve: kit.settings.Share = 0.1
-    """Share of bytes and inodes that stays free. At least 9/8 of the thresholds in
-    `kubelet.config`."""
+    """Share of bytes and inodes that stays free. With `kubelet.config`, it is at least 9/8 of the
+    kubelet's eviction thresholds."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0
@@ -368,7 +371,7 @@ class CacheSettings(kube.settings.RoomSettings):
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
-    """Directory for `source.secret_file` of CachedDatasets."""
+    """Directory in which `source.secret_file` of a CachedDataset must lie."""
     datasets: tuple[DatasetSettings, ...] = ()
     """Datasets."""
 

@@ -29,13 +29,13 @@ class ClusterSettings(kit.settings.Section):
     """One Ceph cluster, and a user of it."""
 
     name: kit.settings.Word = Field(max_length=63)
-    """Name in findings."""
+    """Name of the cluster in findings."""
     monitors: Monitors = Field(default=(), description=MONITORS)
     conf: kit.settings.AbsolutePath | None = None
     """A ceph.conf, instead of `monitors`."""
     user: User = USER
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd'. With osd 'profile
-    rbd-read-only', the ledger stays on this node."""
+    rbd-read-only', the agent keeps the ledger only on this node."""
     secret_file: kit.settings.AbsolutePath | None = Field(
         default=None, description=f"{SECRET_FILE} Default: the keyring in `conf`."
     )

@@ -29,7 +29,7 @@ class AccessSettings(kit.settings.Section):
     token_file: kit.settings.AbsolutePath = ACCOUNT / "token"
     """Token of the agent's account."""
     kubeconfig: kit.settings.AbsolutePath | None = None
-    """Kubeconfig instead of `server`, `ca_file` and `token_file`. Exec plugins do not work."""
+    """Kubeconfig, instead of `server`, `ca_file` and `token_file`. Exec plugins do not work."""
 
     @property
     def is_configured(self) -> bool:
@@ -49,10 +49,10 @@ class KubeletSettings(kit.settings.Section):
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
     """Directory of the images (imagefs)."""
     config: kit.settings.AbsolutePath | None = None
-    """The kubelet's --config file, with its eviction thresholds. If the kubelet uses flags, write
-    such a file."""
+    """The kubelet's --config file, with its eviction thresholds. If the kubelet uses flags, write a
+    file with the same thresholds."""
     config_dir: kit.settings.AbsolutePath | None = None
-    """The kubelet's --config-dir. Needs `config`."""
+    """The kubelet's --config-dir. If you set it, set `config` too."""
 
     @model_validator(mode="after")
     def _has_config(self) -> "KubeletSettings":

@@ -117,7 +117,7 @@ class ReviewSettings(kit.settings.Section):
     may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
-    """Accepted audiences. Default: the API server's."""
+    """A token must have one of these audiences. Default: the audience of the API server."""
 
 
 class ApiSettings(kit.settings.Section):
@@ -132,7 +132,7 @@ class ApiSettings(kit.settings.Section):
     tokens_file: kit.settings.AbsolutePath | None = None
     """YAML file: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead of `token`."""
     kubernetes: ReviewSettings | None = None
-    """The API server checks other tokens. In a pod write `{}`."""
+    """If set, the API server checks tokens that are not in `tokens_file`. In a pod, write `{}`."""
 
     @model_validator(mode="after")
     def _some_callers(self) -> "ApiSettings":
@@ -151,10 +151,10 @@ class AdminSettings(kit.settings.Section):
     group_role: kit.room.Role = kit.room.Role.OPERATE
     """Role of `group`: read, operate or dangerous."""
     metrics: HostPort | None = "127.0.0.1:9470"
-    """HOST:PORT of /metrics, /healthz and /readyz, without login. Loopback: also the status page.
-    null: off."""
+    """HOST:PORT of /metrics, /healthz and /readyz, without login. A loopback address also serves
+    the status page. null: off."""
     names: tuple[str, ...] = ()
-    """More host names of the TCP listeners."""
+    """Other host names under which clients may call the TCP listeners."""
     api: ApiSettings | None = None
     """Admin API over TCP, with TLS and tokens."""
 
@@ -172,17 +172,18 @@ class ClusterSettings(kube.settings.AccessSettings):
     finds (docs/kubernetes.md)."""
 
     objects: bool = True
-    """false: no CachedDatasets, ImageSets and NodeStorages."""
+    """false: the agent reads no CachedDatasets and ImageSets, and writes no NodeStorage."""
     namespace: str | None = None
-    """Namespace of the Secrets and of the Lease. Default: the account's."""
+    """Namespace of the Secrets and of the Lease. Default: the namespace of the agent's account."""
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force if it disappears without a deletion."""
+    """How long an object stays in force if it is gone and nobody deleted it (restored etcd, lost
+    node label)."""
     conditions: bool = True
     """Write Events and Node conditions."""
     labels: int = Field(default=50, ge=0, le=200)
-    """Maximum Node labels dataset.nodeagent.io/NAME. 0: none."""
+    """Maximum number of Node labels dataset.nodeagent.io/NAME. 0: no labels."""
 
     @property
     def own_namespace(self) -> str:

@@ -34,7 +34,7 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """Long form: `pin: {for: 72h}`."""
+    """The long form of `pin: 72h` is `pin: {for: 72h}`."""
 
 
 def _pin(value: object) -> object:
@@ -60,11 +60,11 @@ class ImageSettings(kit.settings.Section):
     """always, never (pulled once, not pinned), or a time like 72h (pinned for this time after its
     last use)."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher: pulled first, released last."""
+    """An image with a higher priority is pulled first and released last."""
     share_private: bool = False
     """true: also pull images that need credentials. Any pod on the node can then run them."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Only nodes with all these `preheat.node_labels`."""
+    """Only nodes whose `preheat.node_labels` have all these labels keep the image."""
 
 
 class RetainSettings(kit.settings.Section):
@@ -73,7 +73,7 @@ class RetainSettings(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.settings.Seconds = Field(alias="for", gt=0)
-    """Time after the last container ended. Not for images below 1 GiB."""
+    """How long to keep an image after its last container ended. Images below 1 GiB are not kept."""
     at_least: ClassVar[kit.settings.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
@@ -86,7 +86,8 @@ class CredentialSettings(kit.settings.Section):
     helper_dir: kit.settings.AbsolutePath | None = None
     """Directory of the docker-credential-* programs."""
     provider_config: kit.settings.AbsolutePath | None = None
-    """The kubelet's --image-credential-provider-config file. Needs `provider_dir`."""
+    """The kubelet's --image-credential-provider-config file. If you set it, set `provider_dir`
+    too."""
     provider_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-bin-dir."""
     provider_timeout: ClassVar[kit.settings.Seconds] = 30.0
@@ -108,9 +109,9 @@ class FleetSettings(kit.settings.Section):
     """How many nodes ask the same registries, so that they never ask them all at once."""
 
     nodes: int = Field(ge=1, le=1_000_000)
-    """Nodes with these settings."""
+    """Number of nodes that use the same `preheat` settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """Maximum nodes at one registry at a time."""
+    """How many nodes may use one registry at the same time."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -129,12 +130,13 @@ class PreheatSettings(kube.settings.RoomSettings):
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images to keep."""
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
-    """How long a pin lasts after you remove the image here."""
+    """How long an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """containerd ends all pins if no agent ran for this time (minimum 4h). With this
-    setting, the kubelet can delete pinned images; the agent restores them."""
+    """If no agent ran for this time (minimum 4h), containerd ends all pins. If you set it, pins do
+    not stop the kubelet's image garbage collection, also while the agent runs. The agent restores
+    the images."""
     retain: RetainSettings | None = None
-    """Keep images that pods used."""
+    """Also pin images that pods used and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]. Default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
@@ -146,13 +148,13 @@ class PreheatSettings(kube.settings.RoomSettings):
     spread: kit.settings.Seconds = Field(default=300.0, ge=0, le=86400)
     """Longest random delay before the pull of a new image."""
     fleet: FleetSettings | None = None
-    """Limit of nodes at one registry."""
+    """Limits how many nodes use one registry at the same time."""
     concurrency: int = Field(default=2, ge=1, le=16)
     """Parallel pulls on this node."""
     bytes_per_second: kit.settings.Bytes | None = Field(default=None, ge=64 * 1024)
     """Maximum download rate of all pulls."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """Hours of automatic pulls, HH:MM-HH:MM (UTC)."""
+    """Hours in which the agent may pull by itself: HH:MM-HH:MM (UTC)."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0
@@ -165,7 +167,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     somebody else removed. The kubelet collects every 5 minutes, 12 times an hour; a finding tells
     of half as many, and at the limit healing stops."""
     node_labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of this node, for `images[].nodes`."""
+    """Labels of this node. `images[].nodes` selects by these labels."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":

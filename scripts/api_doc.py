@@ -16,10 +16,11 @@ HEAD = """\
 The agent answers with JSON on a unix socket. If you set `admin.api`, it also listens on TCP with
 TLS and a bearer token ([security](security.md#who-may-do-what)).
 
-* A call without a text does what the [command](cli.md) of the same name does.
-* `GET /openapi.json` has each field with its type and meaning, the answers and the errors.
-* The parentheses name the fields of the body or the query. `!` marks a required field.
-* Every error has the same body. `exit_code` is the exit code of the command line.
+* If this page has no description of a call, the call does what the [command](cli.md) of the same
+  name does.
+* `GET /openapi.json` describes each field with its type and meaning, the answers and the errors.
+* The parentheses name the fields of the request's body or query. `!` marks a required field.
+* Every error has this body. `exit_code` is the [exit code](cli.md#exit-codes) of the command line:
 
 ```json
 {"error": {"message": "…", "thing": "dataset coco", "cause": "…", "remedy": "…", "exit_code": 5}}

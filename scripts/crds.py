@@ -327,7 +327,7 @@ def _of_intent(intent: kit.room.Intent) -> Schema:
     columns = _columns(
         ("Ready", "string", ".status.ready", "Ready and wanted nodes."),
         ("Percent", "integer", ".status.percent", "How much is on the nodes, on average."),
-        ("Size", "string", ".status.size", "Bytes on one node."),
+        ("Size", "string", ".status.size", "Size of all of it on a node."),
         (
             "Status",
             "string",

@@ -13,18 +13,22 @@ TARGET = ROOT / "docs" / "crds.md"
 HEAD = """\
 # Objects of the cluster
 
-[Kubernetes](kubernetes.md) explains how to use these objects. They are in `nodeagent.io/v1alpha1`,
-without a namespace. `kubectl explain nst.status.datasets` shows inner fields.
+[Kubernetes](kubernetes.md) explains how to use these objects. Their `apiVersion` is
+`nodeagent.io/v1alpha1`. They have no namespace. This page leaves out some inner fields. To see the
+inner fields of a field, use `kubectl explain`, for example `kubectl explain nst.status.datasets`.
 
 The parentheses hold the type or the allowed values. A field without a type is a string or has inner
 fields.
 """
 
 # Most fields of these specs are those of a section of the settings, with the same texts: the
-# section, its address in docs/settings.md, where the spec has its fields.
+# section, its address in docs/settings.md, where the spec has its fields, what differs in them.
 SECTIONS = {
-    "CachedDataset": ("cache.datasets[]", "cachedatasets", "spec."),
-    "ImageSet": ("preheat.images[]", "preheatimages", "spec.images[]."),
+    "CachedDataset": ("cache.datasets[]", "cachedatasets", "spec.", ""),
+    "ImageSet": (
+        *("preheat.images[]", "preheatimages", "spec.images[]."),
+        " Write a duration as `pin: 72h`, not as `pin: {for: 72h}`.",
+    ),
 }
 SETTINGS = ROOT / "docs" / "settings.md"
 
@@ -54,7 +58,9 @@ def _rows(schema: dict[str, Any], prefix: str, *, deep: bool) -> dict[str, str]:
     return found
 
 
-def _without_settings(rows: dict[str, str], section: str, anchor: str, prefix: str) -> list[str]:
+def _without_settings(
+    rows: dict[str, str], section: str, anchor: str, prefix: str, differs: str
+) -> list[str]:
     """The rows of a spec; one item stands for what docs/settings.md explains."""
     told = re.findall(rf"^\* `{re.escape(section)}\.([^`]+)`", SETTINGS.read_text(), re.MULTILINE)
     names = list(dict.fromkeys(re.sub(r"[(].*?[)]", "", each) for each in told))
@@ -64,10 +70,12 @@ def _without_settings(rows: dict[str, str], section: str, anchor: str, prefix: s
     missing = [
         f"`{each}`"
         for each in names
-        if not {f"{prefix}{each}", f"{prefix}{each}[]"} & there and each != "source.kind"
+        if not {f"{prefix}{each}", f"{prefix}{each}[]"} & there
+        and each not in ("source.kind", "pin.for")
     ]
     link = f"[`{section}`](settings.md#{anchor})"
-    all_of = pages.item(f"{prefix}*", "", f"the fields of {link}, without {', '.join(missing)}.")
+    text = f"the fields of {link}, without {', '.join(missing)}.{differs}"
+    all_of = pages.item(f"{prefix}*", "", text)
     return [all_of, *(row for name, row in rows.items() if name not in there)]
 
 

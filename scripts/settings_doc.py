@@ -24,10 +24,10 @@ TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-The agent reads one YAML file. It takes the first of these:
+The agent reads one YAML file. It uses the first of these that you set:
 
-1. `nodeagent --config FILE run`
-2. `$NODEAGENT_CONFIG`
+1. the FILE of `nodeagent --config FILE run`
+2. the file that `$NODEAGENT_CONFIG` names
 3. `/etc/nodeagent/nodeagent.yaml`
 
 `nodeagent config check FILE` prints the effective settings, or each mistake with its line.
@@ -35,12 +35,12 @@ The agent reads one YAML file. It takes the first of these:
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
-* The agent reads the file again after a change. The log, `/readyz` and the status page name
-  settings that need a restart.
+* If you change the file, the agent reads it again. Some settings need a restart. The log, `/readyz`
+  and the status page name such a setting if you change it.
 
 The parentheses after a name contain the default or "required", then the allowed range. A setting
-without parentheses is not set by default. `[]` means a list. `RULE` is the name of a rule.
-`source(rbd)` is a source of kind `rbd`.
+without parentheses is not set by default. `[]` means a list. `RULE` is the name of an [audit
+rule](audit.md). `source(rbd)` is a source of kind `rbd`.
 """
 
 

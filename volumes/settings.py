@@ -72,19 +72,21 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Other devices whose writes the guard reports. ceph: none. csi: all but own disks. all: all
-    but root disks and swaps."""
+    """Devices whose writes the guard reports, in addition to those of `drivers`. ceph: none. csi:
+    all but the node's own disks. all: all but disks of the root file system and swaps."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
-    """More own disks: 'by-id:PATTERN', 'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or
-    'name:PATTERN'. Devices of PersistentVolumes never match."""
+    """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
+    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches devices
+    of PersistentVolumes."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may write to guarded devices (first 15 bytes of the name)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. COMMAND follows the options."""
+    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
+    nor the value of an option."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
-    """Length of a lease: more than 122 s and the longest mkfs."""
+    """Length of a lease. Set it longer than 122 s, and longer than your longest mkfs."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
@@ -94,15 +96,15 @@ class GuardSettings(kit.settings.Section):
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
     """Time limit of one read of a probe."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
-    """Time limit of a cluster's answer. After it: no lease."""
+    """Time limit for an answer of Ceph. Without an answer, there is no lease."""
     require_extents: bool = False
-    """true: RBD images of clusters that are not in `clusters` get no automatic lease."""
+    """true: RBD images whose cluster is not in `clusters` get no automatic lease."""
     raw_block: bool = True
     """A pod may write to its raw block volume."""
     cgroup: kit.settings.AbsolutePath | None = None
-    """Guarded cgroup v2 directory. Default: all processes."""
+    """cgroup v2 directory. The guard watches only the processes in it. Default: all processes."""
     pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
-    """Directory in the bpf file system."""
+    """Directory of the guard in the bpf file system."""
 
     @field_validator("words")
     @classmethod
@@ -184,9 +186,9 @@ class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
     name: Annotated[str, AfterValidator(_name)]
-    """Name in findings."""
+    """Name of the log in findings."""
     files: str | None = None
-    """Path. Its last two parts may contain `*`."""
+    """Path of the log files. Its last two parts may contain `*`."""
     unit: Annotated[str, AfterValidator(_unit)] | None = None
     """systemd unit; `*` is allowed."""
 
@@ -216,7 +218,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Other logs, each with `files` or `unit`."""
+    """Logs besides the kernel's. Each needs `files` or `unit`."""
     namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
         default=(
             "kube-system",
@@ -229,9 +231,9 @@ class LogSettings(kit.settings.Section):
     )
     """In directories named 'containers', read only logs of these namespaces."""
     patterns: kit.settings.AbsolutePath | None = None
-    """YAML file with more patterns."""
+    """YAML file with patterns besides the built-in ones."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
-    """Maximum lines per second and source."""
+    """Maximum lines per second of one log."""
     hold: ClassVar[kit.settings.Seconds] = 900.0
     """A finding from a log line clears when the line stays away for so long."""
 
@@ -264,8 +266,8 @@ class RepairSettings(kit.settings.Section):
     (docs/audit.md)."""
 
     mode: Mode = "off"
-    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on. Needs
-    `clusters` to detect a blocklist."""
+    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on. To
+    detect a blocklist, the agent needs `clusters`."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
@@ -286,20 +288,21 @@ class RuleSettings(kit.settings.Section):
     severity: Severity | None = None
     """info, warning or critical."""
     patience: kit.settings.Seconds | None = Field(default=None, ge=0)
-    """How long a problem lasts before the finding."""
+    """How long a problem must last before it becomes a finding."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
-    """Words: no finding if subject, device, cgroup, pod, command or volume contains one."""
+    """Words. There is no finding if its subject, device, cgroup, pod, command or volume contains
+    one."""
 
 
 class RequiredMount(kit.settings.Section):
     """Options that mounts of watched devices must have."""
 
     target: str
-    """Mount points; `*` is allowed."""
+    """Mount points that need `options`. `*` is allowed."""
     options: tuple[str, ...] = Field(min_length=1)
-    """Required options."""
+    """Options that these mounts must have."""
     fstype: str | None = None
-    """Only this file system type."""
+    """Check only mounts of this file system type."""
 
 
 class AuditSettings(kit.settings.Section):

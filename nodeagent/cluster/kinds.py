@@ -76,18 +76,19 @@ class RequestStatus(kit.settings.Shown):
 class IntentStatus(kit.settings.Shown):
     """How far the nodes are, together. One agent writes it for all."""
 
-    observed_generation: int = 0  # metadata.generation that these numbers describe.
+    observed_generation: int = 0  # metadata.generation of the spec that this status describes.
     nodes: NodesStatus = NodesStatus()  # Numbers of nodes: wanted, ready, refused.
-    ready: str = ""  # Ready and wanted nodes, like 3/4.
-    percent: int = 0  # Average share on the nodes, in percent.
-    bytes: int = 0  # Bytes on one node.
+    ready: str = ""  # Number of ready nodes and of wanted nodes, like 3/4.
+    percent: int = 0  # Share of the data that a wanted node has, on average, in percent.
+    bytes: int = 0  # Size in bytes of the whole dataset, or of all images, on one node.
     size: str = ""  # The size in readable form, like 1.0 TiB.
     # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
-    # object. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation asks.
+    # object. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation warm,
+    # verify, pause or rescan asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each annotation: its last value on which all wanted nodes acted. The condition says
-    # whether the action succeeded.
+    # For each annotation: the last value on which all wanted nodes acted. The condition of the
+    # annotation says whether the action succeeded.
     carried_out: Mapping[str, str] = {}
 
 
