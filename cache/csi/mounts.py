@@ -147,6 +147,8 @@ def users(target: str) -> list[str]:
     parts, found = set(Path(target).parts), []
     for pid in procfs.pids():
         with contextlib.suppress(OSError):  # just ended
-            if procfs.pod_of(pid)[0] in parts:
-                found.append(str(in_use.holder(pid, f"has the volume {target}")))
+            pod, container = procfs.pod_of(pid)
+            if pod in parts:
+                how = f"has the volume {target}"
+                found.append(str(in_use.Holder(pid, procfs.name_of(pid), how, pod, container)))
     return found

@@ -194,8 +194,9 @@ def check(store: str, disk: Path | None, state_dir: Path) -> None:
         )  # fmt: skip
     kept = _kept(state_dir, store)
     if isinstance(kept, kit.formats.Damage):
-        is_store = isinstance(marker_of(Path(store)), dict) or has_generations(Path(store))
-        if disk is None and not is_store:
+        if disk is None and not (
+            isinstance(marker_of(Path(store)), dict) or has_generations(Path(store))
+        ):
             raise kit.errors.HostError(
                 f"cache.store {store}",
                 f"{kept}, and no store is there: the disk that it lay on may not be mounted",

@@ -112,7 +112,9 @@ async def test_a_look_keeps_what_was_opened_for_the_hit_ratio(area: Path, view: 
                 break
     finally:
         os.kill(int(started.stdout), signal.SIGKILL)
-    assert shown.hits.ratio(Stage.OVERLAY, time.monotonic()).value == 1.0
+    ratio = shown.hits.ratio(Stage.OVERLAY, time.monotonic())
+    assert ratio is not None
+    assert ratio.ratio == 1.0
     assert shown.use.last > 1.0
 
 
