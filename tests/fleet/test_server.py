@@ -120,7 +120,10 @@ def test_a_list_that_expires_goes_on_where_it_was(
         ((200, "<html>"), kit.errors.UnreachableError, ["no API server", "right cluster"]),
         ((200, {"items": [{"metadata": {"name": 7}}]}), kit.errors.UnreachableError, ["`str`"]),
     ],
-    ids=["no kinds", "nobody", "no right", "bad request", "broken", "broken off", "no API", "another shape"],
+    ids=[
+        *("no kinds", "nobody", "no right", "bad request"),
+        *("broken", "broken off", "no API", "another shape"),
+    ],
 )  # fmt: skip
 def test_errors_name_thing_cause_and_remedy(
     tmp_path: Path, answer: Answer, error: type[Exception], words: list[str]
