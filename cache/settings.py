@@ -306,7 +306,7 @@ class ScrubSettings(kit.settings.Section):
     """Stored files are read against their checksums in the background, past the page cache."""
 
     every: kit.settings.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
-    """Time between scrubs. 0: only after SSD errors."""
+    """Time between scrubs. 0: only after SSD errors and crashes."""
     bytes_per_second: kit.settings.Bytes = Field(default=20 * 1024**2, gt=0)
     """Maximum bytes per second that a scrub reads from the SSD."""
     crash_bytes_per_second: ClassVar[kit.settings.Bytes] = 200 * 1024**2

@@ -174,7 +174,8 @@ class ClusterSettings(kube.settings.AccessSettings):
     objects: bool = True
     """false: the agent reads no CachedDatasets and ImageSets, and writes no NodeStorage."""
     namespace: str | None = None
-    """Namespace of the Secrets and of the Lease. Default: the namespace of the agent's account."""
+    """Namespace of the Secrets with datasets' keys, and of the agents' common Lease. Default: the
+    namespace of the agent's account."""
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)

@@ -132,9 +132,9 @@ class PreheatSettings(kube.settings.RoomSettings):
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
     """How long an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """If no agent ran for this time (minimum 4h), containerd ends all pins. If you set it, pins do
-    not stop the kubelet's image garbage collection, also while the agent runs. The agent restores
-    the images."""
+    """If no agent ran for this time (minimum 4h), containerd ends all pins. Not set: pins never end
+    by themselves. Set: the kubelet may delete a pinned image at any time, and a running agent
+    restores the image without the registry."""
     retain: RetainSettings | None = None
     """Also pin images that pods used and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
