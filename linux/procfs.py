@@ -31,6 +31,19 @@ def name_of(pid: int | str) -> str:
     return Path(f"/proc/{pid}/comm").read_bytes().strip().decode(errors="replace")
 
 
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process that started so many nanoseconds after the boot has not ended. In doubt
+    it has not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ESRCH)
+    # After the name, which may contain anything: state, 17th: threads, 19th: start in clock ticks.
+    fields = stat.rpartition(")")[2].split()
+    ended = fields[0] in "ZX" and int(fields[17]) < 2
+    return int(fields[19]) == started * os.sysconf("SC_CLK_TCK") // 10**9 and not ended
+
+
 def reads(pid: int) -> int | None:
     """How many reads of a process were answered, its threads' too, failed ones too. None when it
     has ended, or the kernel does not count them."""

@@ -87,17 +87,23 @@ class Checks:
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
+        writer = executor.writer(device)
+        over = writer is not None and writer.has_ended()
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
         if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
+            if over:
+                await executor.carry_out((lease.Step.FREE,), Turn(known, None))
             return LEASED_CHECK_SECONDS, ()  # what an operator permits to destroy is still there
         known.allowed_over = None
         if first.has_content or executor.until(device) is None:
             known.allowed = False
-        wait = await self._conclude(known, first)
+        writer = executor.writer(device)  # there may be one since the probe began
+        writing = writer is not None and not writer.has_ended()
+        wait = await self._conclude(known, first, over=over, writing=writing)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -105,6 +111,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
+            writer=writer.pid if writer is not None and writing else 0,
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -141,7 +148,7 @@ class Checks:
         if self.executor.leases is not None:
             seconds = lease.raw_seconds(device.driver, self.executor.leases.ends_with_disk)
             by = raw_block.BY + self.executor.node
-            turn = Turn(known, None, by=by, seconds=seconds, alone=True)
+            turn = Turn(known, None, by=by, seconds=seconds, by_pod=True)
             renewed = held is not None and by_publication
             await self.executor.carry_out(lease.RENEWING if renewed else lease.PUBLISHING, turn)
         return min(seconds / 4, RAW_CHECK_SECONDS)
@@ -154,7 +161,9 @@ class Checks:
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
-    async def _conclude(self, known: Known, seen: Verdict) -> float | None:
+    async def _conclude(
+        self, known: Known, seen: Verdict, *, over: bool, writing: bool
+    ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
         while there is a lease."""
         device = known.device
@@ -177,6 +186,8 @@ class Checks:
             permitted=entry.permitted > 0,
             earlier=bool(entry.earlier_by),
             by_pod=raw_block.gave(entry.permitted_by),
+            over=over,
+            writing=writing,
         )
         await self.executor.carry_out(steps, turn)
         # Of a blank device the cluster is asked later: until then the last look's answer holds.

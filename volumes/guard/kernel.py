@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import kit.errors
 import kit.files
-from linux import bpf, mountinfo
+from linux import bpf, mountinfo, procfs
 from volumes import settings
 from volumes.guard import pins
 
@@ -36,6 +36,8 @@ COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
+_WRITER = struct.Struct("=QQ")
+_ANYONE = _WRITER.pack(0, 0)
 _EVENT = struct.Struct("=QQ6I16s16s256s")
 _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
@@ -98,17 +100,29 @@ def task_text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode(errors="replace")
 
 
+class Writer(NamedTuple):
+    """The process to which a lease belongs. ``started``: nanoseconds since the boot."""
+
+    started: int
+    pid: int
+
+    def has_ended(self) -> bool:
+        return not procfs.is_running(self.pid, self.started)
+
+
 @dataclass(frozen=True)
 class KernelLease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
-    that it let pass; the kernel checks one open twice, so 0 means that nothing was opened.
+    while it held, whoever asked; the kernel checks one open twice. 0: nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
-    program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end."""
+    program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end.
+    ``writer``: the first that used it; None: nobody yet, or everybody may."""
 
     until: float
     opens: int
     diskseq: int = 0
     grace: float = 0.0
+    writer: Writer | None = None
 
     def pack(self) -> bytes:
         until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
@@ -381,17 +395,10 @@ class Kernel:
                 if (kind := self.maps["words"].get(key))
             ),
             leases=self.leases(),
-            counters=self._counters(),
+            counters=_counters(self.maps["counters"]),
             pinned=(self.pins / "program").exists()
             and not (self.ends_with_disk and not (self.pins / pins.DISKS).exists()),
         )
-
-    def _counters(self) -> dict[str, int]:
-        found = {}
-        for index, name in enumerate(COUNTERS):
-            raw = self.maps["counters"].get(struct.pack("=I", index)) or b""
-            found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
-        return found
 
     # --- changing
 
@@ -424,12 +431,15 @@ class Kernel:
                     self._keep(program, maps)
                     for name in ("leases", "own"):
                         _take_over(self.maps.get(name), maps[name])
+                    if "writers" not in self.maps:  # leases of a program with which they had none
+                        for key in maps["leases"].snapshot():
+                            maps["writers"].set(key, _ANYONE)
                     judges = _mode(self.maps.get("scope")).number
                     maps["scope"].set(struct.pack("=I", 0), struct.pack("=I", judges))
                     program.attach(fd)
                     # Both programs guard, and both keep their maps. So what only the earlier one
                     # has came from an open, or is a disk, that the later one did not see.
-                    for name in ("connecting", "devices"):
+                    for name in ("connecting", "devices", "writers"):
                         _take_over(self.maps.get(name), maps[name])
                 keep = program.info().id
             for old, info in ours:
@@ -548,17 +558,33 @@ class Kernel:
     # --- leases
 
     def reserve(self, number: Number, diskseq: int | None) -> None:
-        """A lease that has ended already, unless there is one. A new disk takes it away, and then
-        ``grant`` fails. RefusedError when nothing is attached."""
-        with self._hold, contextlib.suppress(FileExistsError):
-            self._attached()["leases"].set(
-                _key(number), KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
-            )
+        """A lease that has ended already, unless there is one, and that belongs to nobody. A new
+        disk takes it away, and then ``grant`` fails. RefusedError when nothing is attached."""
+        with self._hold:
+            with contextlib.suppress(FileExistsError):
+                self._attached()["leases"].set(
+                    _key(number), KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
+                )
+            self.free(number)
 
-    def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
+    def free(self, number: Number) -> None:
+        """The lease belongs to who uses it next."""
+        with self._hold:
+            if "writers" in self.maps:
+                self.maps["writers"].delete(_key(number))
+
+    def grant(
+        self,
+        number: Number,
+        until: float,
+        diskseq: int | None,
+        grace: float = 0.0,
+        anyone: bool = False,
+    ) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
-        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``KernelLease``. The
+        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``KernelLease``.
+        ``anyone``: not only those of the first process, and not after a later ``reserve``. The
         count of opens under a lease that this one replaces is carried over. One that the kernel
         counts meanwhile would be lost, so a lease that still held counts as used.
         RefusedError when nothing is attached, or when another disk has the number since
@@ -576,6 +602,8 @@ class Kernel:
             try:
                 new = KernelLease(until, opens, diskseq or 0, grace).pack()
                 leases.set(_key(number), new, bpf.IF_THERE)
+                if anyone and "writers" in self.maps:
+                    self.maps["writers"].set(_key(number), _ANYONE)
             except FileNotFoundError:
                 raise kit.errors.RefusedError(
                     f"lease of {number[0]}:{number[1]}", "another disk has the number", "try again"
@@ -603,6 +631,7 @@ class Kernel:
                 return None
             raw = self.maps["leases"].get(key)
             self.maps["leases"].delete(key)
+            self.free(number)
         return KernelLease.unpack(raw) if raw else None
 
     def held_back(self, caller: bytes) -> int:
@@ -619,8 +648,24 @@ class Kernel:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    found[_number(key)] = KernelLease.unpack(raw)
+                    found[_number(key)] = replace(
+                        KernelLease.unpack(raw), writer=_writer(self.maps.get("writers"), key)
+                    )
         return found
+
+
+def _writer(held: bpf.Map | None, key: bytes) -> Writer | None:
+    """An earlier program has no such map."""
+    raw = held.get(key) if held is not None else None
+    return Writer(*_WRITER.unpack(raw)) if raw and raw != _ANYONE else None
+
+
+def _counters(held: bpf.Map) -> dict[str, int]:
+    found = {}
+    for index, name in enumerate(COUNTERS):
+        raw = held.get(struct.pack("=I", index)) or b""
+        found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+    return found
 
 
 def _mode(held: bpf.Map | None) -> Mode:

@@ -182,17 +182,18 @@ def grace_seconds(driver: str, ends_with_disk: bool) -> float:
 
 
 def undisputed(
-    first: Verdict, *, leased: bool, attached: bool, asked: bool
+    first: Verdict, *, leased: bool, attached: bool, asked: bool, writer: int = 0
 ) -> tuple[str, ...] | None:
     """The reasons against a format when the first probe settles it; None: ask every source.
 
+    ``writer``: the process at work to which the lease belongs; 0: none.
     ``asked``: somebody tried to write, or the device is new. A lease that ended unused is given
     again only then.
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
     if leased:
-        return ()
+        return (f"process {writer} opened it first, and has not ended",) if writer else ()
     if not attached:
         return ("the guard is not attached",)
     if not asked:
@@ -297,14 +298,11 @@ class Step(enum.Enum):
     CONFIRM = enum.auto()  # still the same attachment; otherwise revoke the lease and stop here
     RESERVE = enum.auto()  # a lease that has ended: a new disk takes it away in the kernel
     GRANT = enum.auto()  # the lease in the kernel, if the reserved one is still there
-    SHORTEN = enum.auto()  # the lease ends in LINGER_SECONDS
+    FREE = enum.auto()  # the lease belongs to the next process that uses it
     REVOKE = enum.auto()
     RECORD_CONTENT = enum.auto()
     CLOSE_PERMISSION = enum.auto()  # it was not used
 
-
-# A program that makes a file system may open the device again after its mark is there.
-LINGER_SECONDS = 5.0
 
 GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Step.GRANT)
 # A pod waits for a raw block volume, and its cluster may be slow.
@@ -359,6 +357,8 @@ def conclude(
     permitted: bool,
     earlier: bool,
     by_pod: bool = False,
+    over: bool = False,
+    writing: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
 
@@ -369,13 +369,17 @@ def conclude(
     no count closes: a pod that opened the device once may go on writing without another open.
     ``earlier``: another permission was open when this one was given. It stays open, so the lease
     goes first: were the agent killed in between, its count would close that one, too.
+
+    The kernel gives the lease to the first process that writes. ``over``: that one had ended before
+    the probe; ``writing``: it is there after it, and may open the device again, as programs do that
+    make a file system.
     """
     closable = permitted and not by_pod
     if has_content:
-        end = (Step.REVOKE if expired else Step.SHORTEN,) if leased else ()
+        end = (Step.REVOKE,) if leased and (expired or not writing) else ()
         return (Step.RECORD_CONTENT, Step.MIRROR, *end)
     if not leased or not expired:
-        return ()
+        return (Step.FREE,) if leased and over and blank else ()
     if opens == 0 and closable and blank:
         if earlier:
             return (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)

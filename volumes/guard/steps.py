@@ -78,7 +78,7 @@ class Turn:
     seen: Verdict | None = None
     by: str = ""
     seconds: float = 0.0  # of the lease, for GRANT
-    alone: bool = False  # the lease holds to its end without an agent, too
+    by_pod: bool = False  # the lease is everybody's, and holds to its end without an agent, too
 
 
 class Executor:
@@ -141,16 +141,14 @@ class Executor:
                     self.attached().reserve(device.number, device.diskseq)
                 case Step.GRANT:
                     until = time.monotonic() + turn.seconds
-                    grace = 0.0 if turn.alone else self.grace(device)
-                    self.attached().grant(device.number, until, device.diskseq, grace)
+                    grace = 0.0 if turn.by_pod else self.grace(device)
+                    self.attached().grant(
+                        device.number, until, device.diskseq, grace, anyone=turn.by_pod
+                    )
                     self.beat()
                     self.granted += 1
-                case Step.SHORTEN:
-                    until = time.monotonic() + lease.LINGER_SECONDS
-                    until = min(self.until(device) or 0.0, until)
-                    if self.leases is not None:
-                        grace = self.grace(device)
-                        self.leases.grant(device.number, until, device.diskseq, grace)
+                case Step.FREE:
+                    self.attached().free(device.number)
                 case Step.REVOKE:
                     self.revoke(device.number)
                 case Step.RECORD_CONTENT:
@@ -255,6 +253,11 @@ class Executor:
 
     def held(self, device: blockdev.BlockDevice) -> kernel.KernelLease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
+
+    def writer(self, device: blockdev.BlockDevice) -> kernel.Writer | None:
+        """To whom the device's lease belongs."""
+        held = self.held(device)
+        return held.writer if held else None
 
     def until(self, device: blockdev.BlockDevice) -> float | None:
         """Until when the kernel lets it be formatted; None when it does not now."""

@@ -154,6 +154,7 @@ _SHAPES = {
               "scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 2)"),
     "own": ("struct device, struct device, 4096)", "struct device, struct device, 2048)"),
     "leases": ("struct lease, 4096)", "struct lease, 2048)"),
+    "writers": ("struct writer, 4096)", "struct writer, 2048)"),
     "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
     "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
     "words": ("struct word, __u8, 512)", "struct word, __u8, 1024)"),

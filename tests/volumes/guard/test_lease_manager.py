@@ -7,8 +7,11 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,7 +100,7 @@ async def test_grant_stops_when_the_attachment_changes(
 async def test_a_grant_that_may_have_reached_the_kernel_stays_open(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def grant(*_: Any) -> None:
+    def grant(*_: Any, **__: Any) -> None:
         raise OSError(5, "unknown outcome")
 
     monkeypatch.setattr(world, "grant", grant)
@@ -207,13 +210,70 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     world.did.clear()
     world.manager.schedule("rbd99")
     async with asyncio.timeout(waiting.limit(30)):
-        while "grant" not in world.did:
+        while "revoke" not in world.did:
             await asyncio.sleep(0.01)
-    assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
-    assert world.map[254, 99].until <= time.monotonic() + lease.LINGER_SECONDS
+    assert world.did == ["identify", "probe", "record ext4", "mirror", "revoke"]
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None
     assert (entry.type, entry.permitted) == ("ext4", 0.0)
+
+
+def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
+    """It opens the device under the lease, first of all."""
+    stat = Path(f"/proc/{process.pid}/stat").read_text()
+    started = int(stat.rpartition(")")[2].split()[19]) * 10**9 // os.sysconf("SC_CLK_TCK")
+    writer = kernel.Writer(started, process.pid)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2, writer=writer)
+
+
+@pytest.fixture
+def formatter() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        yield process
+        process.kill()
+
+
+async def test_the_lease_lasts_while_its_formatter_is_at_work(
+    world: World, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """It may open the device again when its mark is there."""
+    await world.checked()
+    uses(world, formatter)
+    known = await looked_again(world)
+    assert known.reasons == (f"process {formatter.pid} opened it first, and has not ended",)
+    world.verdict = EXT4
+    await looked_again(world)
+    assert world.map[254, 99].until - time.monotonic() > 60
+    formatter.kill()
+    os.waitid(os.P_PID, formatter.pid, os.WEXITED | os.WNOWAIT)  # a zombie has closed its files
+    await looked_again(world)
+    assert (254, 99) not in world.map
+
+
+@pytest.mark.parametrize("over", [None, EXT4])
+async def test_a_formatter_that_left_nothing_leaves_the_lease_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]",
+    over: Verdict | None,
+) -> None:  # fmt: skip
+    """``over``: what an operator gave up, and is still there."""
+    await world.checked()
+    if over is not None:
+        world.verdict = over
+        monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+        monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    uses(world, formatter)
+    await looked_again(world)
+    assert world.map[254, 99].writer, "it is at work"
+    formatter.kill()
+    formatter.wait()
+    if over is None:
+        world.verdict = NO_ANSWER
+        await looked_again(world)
+        assert world.map[254, 99].writer, "nobody knows what it wrote"
+        world.verdict = BLANK
+    assert (await looked_again(world)).reasons == ()
+    assert world.map[254, 99].writer is None and world.map[254, 99].opens == 2
 
 
 async def behind_the_uevent(world: World) -> None:
@@ -351,7 +411,7 @@ async def test_count_of_opens_never_closes_a_permission_of_a_pod(world: World) -
 async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That check would end the lease in 5 s, because there is content."""
+    """That check would end the lease, because there is content."""
     world.verdict = EXT4
     await world.checked()
     at_last, probe = asyncio.Event(), world.probe
@@ -371,7 +431,7 @@ async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     at_last.set()
     await allowed
     await waiting.until_async(lambda: "rbd99" not in world.manager._checking, 5.0)
-    assert world.map[254, 99].until - time.monotonic() > lease.LINGER_SECONDS
+    assert world.map[254, 99].until - time.monotonic() > 60
 
 
 async def test_a_write_during_the_last_look_at_an_unused_lease_gets_a_lease_and_no_finding(
@@ -520,7 +580,7 @@ async def test_operators_permission_lasts_while_the_old_content_is_there(
         assert world.map[254, 99].until - time.monotonic() > 60
     world.verdict = dataclasses.replace(EXT4, uuid="new")
     await looked_again(world)
-    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+    assert (254, 99) not in world.map
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None
     assert (entry.uuid, entry.permitted) == ("new", 0.0)

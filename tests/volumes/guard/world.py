@@ -1,6 +1,7 @@
 """Stand-ins for device, probe, cluster and kernel, around one LeaseManager."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,18 @@ class World:
         self.did.append("reserve")
         self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
 
+    def free(self, number: blockdev.Number) -> None:
+        self.did.append("free")
+        if number in self.map:
+            self.map[number] = dataclasses.replace(self.map[number], writer=None)
+
     def grant(
-        self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
+        self,
+        number: blockdev.Number,
+        until: float,
+        diskseq: int | None,
+        grace: float = 0.0,
+        anyone: bool = False,
     ) -> None:
         self.did.append("grant")
         if number not in self.map:
