@@ -1,4 +1,4 @@
-"""Read-only loop devices that end by themselves (linux/loop.h). All functions can hang.
+"""Loop devices (linux/loop.h): ours end by themselves. All functions can hang.
 
 A device that ``attached`` makes is detached by the kernel when nobody has it open or mounted any
 more (LO_FLAGS_AUTOCLEAR), so that a killed agent leaves no loop device behind.
@@ -12,18 +12,21 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import kit.files
 from linux import rbd_sysfs, syscalls
 
-_LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C08, 0x4C0A, 0x4C82
+_LOOP_GET_STATUS64, _LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE = 0x4C05, 0x4C08, 0x4C0A
+_LOOP_CTL_GET_FREE = 0x4C82
 _BLKRASET = 0x1262  # linux/fs.h
 _READ_ONLY, _AUTOCLEAR = 1, 4
 _MAJOR = 7
 # struct loop_config: fd, block_size, struct loop_info64 (232 bytes: offset at 24, sizelimit at 32,
 # flags at 52), 64 reserved.
 _CONFIG = struct.Struct("II24xQQ12xI176x64x")
+_INFO_BYTES = 232  # struct loop_info64: lo_device, lo_inode, lo_rdevice, ...
 _ATTEMPTS = 50  # another process may take the free number first
 
 
@@ -83,6 +86,32 @@ def over(file: str) -> list[str]:
     """The loop devices that show ``file``, for example loop3; it is named as the kernel does."""
     found = Path("/sys/block").glob("loop*/loop/backing_file")
     return sorted(each.parts[3] for each in found if rbd_sysfs.text(str(each)) == file)
+
+
+@dataclass(frozen=True)
+class Backing:
+    """What a loop device lies on. ``numbers``: of the file's file system, and of the device that
+    the file stands for."""
+
+    name: str
+    file: str
+    numbers: frozenset[tuple[int, int]]
+
+
+def backings() -> Iterator[Backing]:
+    """Of every loop device. The path of a file says nothing after a lazy unmount; its numbers do.
+    The kernel asks the file system for an inode's number only, which a dead one has at hand."""
+    for each in sorted(Path("/sys/block").glob("loop*/loop/backing_file")):
+        name, status = each.parts[3], bytearray(_INFO_BYTES)
+        with contextlib.suppress(OSError):  # detached meanwhile
+            with (
+                _node(int(name.removeprefix("loop"))) as node,
+                kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
+            ):
+                fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
+            on, _, device = struct.unpack_from("=QQQ", status)
+            numbers = ((os.major(number), os.minor(number)) for number in (on, device) if number)
+            yield Backing(name, rbd_sysfs.text(str(each)), frozenset(numbers))
 
 
 def _free() -> int:

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linux import blockdev, mount_namespaces, mountinfo, procfs, rbd_sysfs, syscalls
+from linux import blockdev, loop, mount_namespaces, mountinfo, procfs, rbd_sysfs, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.node import raw_block
 
@@ -398,7 +398,8 @@ def users(
     host_spaces: set[int],
     servers: Mapping[blockdev.Number, int | None] | None = None,
 ) -> list[User]:
-    """Every process with a file, directory or mapping on ``wanted``, or with the device open.
+    """Every process with a file, directory or mapping on ``wanted``, or with the device open, and
+    every loop device on one of them.
 
     ``servers``: who serves a device (rbd-nbd) has it open, too, and is no user of it.
     """
@@ -425,7 +426,10 @@ def users(
             found.append(User(owner, number, tuple(names[:8]), space))
             if len(found) >= _MOST_USERS:
                 return found
-    return found
+    for each in loop.backings():
+        owner = Owner(0, 0, each.name, "", host=True)
+        found += [User(owner, number, (each.file,), 0) for number in each.numbers & wanted]
+    return found[:_MOST_USERS]
 
 
 def _paths(proc: str, pid: int) -> list[tuple[str, str]]:
