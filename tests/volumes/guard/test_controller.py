@@ -63,17 +63,22 @@ def test_a_lease_of_a_disk_that_stays_ends_soon_after_its_agent(
     blockdev.run("mkfs.ext4", "-q", str(other))
     before = blockdev.sha256(other)
 
-    def opens() -> bool:
+    def opens(device: str) -> bool:
+        rdev = os.stat(device).st_rdev
+        guard = where.guard()
+        guard.read()
+        guard.free((os.major(rdev), os.minor(rdev)))  # else the last one has the lease
+        guard.close()
         return where.run("sh", "-c", f"exec 3<>{device}").returncode == 0
 
     with cell.agent(tmp_path, where) as agent, blockdev.loop(blank) as device:
-        waiting.until(opens, 10, "the lease")
+        waiting.until(lambda: opens(device), 10, "the lease")
         time.sleep(lease.GRACE_SECONDS + lease.BEAT_SECONDS)
-        assert opens(), "a living agent keeps it"
+        assert opens(device), "a living agent keeps it"
         agent.kill()
         blockdev.run("losetup", "-d", device)
         blockdev.run("losetup", device, str(other))
-        waiting.until(lambda: not opens(), 2 * lease.GRACE_SECONDS, "the end of the lease")
+        waiting.until(lambda: not opens(device), 2 * lease.GRACE_SECONDS, "the end of the lease")
         guard = where.guard()
         number = os.stat(device).st_rdev
         held = guard.read().leases[os.major(number), os.minor(number)]
@@ -207,6 +212,49 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     assert len(seen) == 2 * (len(shapes) + 2), "every step replaced the program"
     assert (bad_opened, good_refused) == (0, 0)
     assert bad_refused > 1000 and good_opened > 1000
+
+
+def test_leases_of_a_program_without_writers_stay_everybodys(
+    where: cell.Cell, device: str, tmp_path: Path
+) -> None:
+    """As they were given: a raw block volume's pod goes on. A lease from now on has a first."""
+    enforce = kernel.wanted(
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
+    )
+    earlier = _rebuilt(
+        tmp_path, "earlier",
+        ("MAP(writers, BPF_MAP_TYPE_HASH, struct device, struct writer, 4096);", ""),
+        ("\tbpf_map_delete_elem(&writers, number);\n", ""),
+        ("leased && is_writer(&dev, task)", "leased"),
+        ("bpf_map_update_elem(&writers, dev, &asks, BPF_NOEXIST);", ""),
+        ("bpf_map_lookup_elem(&writers, dev)", "0"),
+    )  # fmt: skip
+    where.guard().detach()
+    rdev = os.stat(device).st_rdev
+    number = os.major(rdev), os.minor(rdev)
+
+    def writes() -> list[bool]:
+        done = (where.run("sh", "-c", f"exec 3<>{device}").returncode for _ in range(2))
+        return [code == 0 for code in done]
+
+    guard = where.guard(earlier)
+    guard.apply(enforce)
+    assert "writers" not in guard.maps
+    guard.reserve(number, 1)
+    guard.grant(number, time.monotonic() + 600, 1, anyone=True)
+    assert writes() == [True, True]
+    guard.close()
+    guard = where.guard()
+    guard.apply(enforce)
+    assert writes() == [True, True] and guard.leases()[number].writer is None
+    guard.reserve(number, 1)
+    assert writes() == [True, False]
+    writer = guard.leases()[number].writer
+    guard.close()
+    guard = where.guard(_rebuilt(tmp_path, "shape", _SHAPES["writers"]))
+    guard.apply(enforce)  # another upgrade: the lease is still that process's
+    assert writes() == [False, False] and guard.leases()[number].writer == writer
+    guard.detach()
 
 
 @contextlib.contextmanager

@@ -364,7 +364,7 @@ def test_no_written_volume_gets_a_lease_in_many_lives() -> None:
     cluster that can be asked (and with nodes that know nothing).
 
     In half of them a new disk ends the lease of its number in the kernel. In the others one thing
-    is outside the promise (docs/guard.md, Limits): a number that passes to another volume while no
+    is outside the promise (docs/guard.md names it): a number that passes to another volume while no
     agent runs keeps its lease until the agent starts or the lease ends.
     """
     granted = revoked = adopted = beyond = by_pods = taken_back = second = 0
