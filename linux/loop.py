@@ -12,7 +12,6 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import kit.files
@@ -88,18 +87,10 @@ def over(file: str) -> list[str]:
     return sorted(each.parts[3] for each in found if rbd_sysfs.text(str(each)) == file)
 
 
-@dataclass(frozen=True)
-class Backing:
-    """What a loop device lies on. ``numbers``: of the file's file system, and of the device that
-    the file stands for."""
+def backings() -> Iterator[tuple[str, str, set[tuple[int, int]]]]:
+    """Of every loop device its name, its file, and the numbers of the file's file system and of the
+    device that the file stands for. After a lazy unmount the path says nothing.
 
-    name: str
-    file: str
-    numbers: frozenset[tuple[int, int]]
-
-
-def backings() -> Iterator[Backing]:
-    """Of every loop device. The path of a file says nothing after a lazy unmount; its numbers do.
     The kernel asks the file system for an inode's number only, which a dead one has at hand."""
     for each in sorted(Path("/sys/block").glob("loop*/loop/backing_file")):
         name, status = each.parts[3], bytearray(_INFO_BYTES)
@@ -110,8 +101,8 @@ def backings() -> Iterator[Backing]:
             ):
                 fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
             on, _, device = struct.unpack_from("=QQQ", status)
-            numbers = ((os.major(number), os.minor(number)) for number in (on, device) if number)
-            yield Backing(name, rbd_sysfs.text(str(each)), frozenset(numbers))
+            numbers = {(os.major(number), os.minor(number)) for number in (on, device)}
+            yield name, rbd_sysfs.text(str(each)), numbers
 
 
 def _free() -> int:

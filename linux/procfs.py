@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from linux import syscalls
 
@@ -31,17 +32,22 @@ def name_of(pid: int | str) -> str:
     return Path(f"/proc/{pid}/comm").read_bytes().strip().decode(errors="replace")
 
 
-def is_running(pid: int, started: int) -> bool:
-    """Whether the process that started so many nanoseconds after the boot has not ended. In doubt
-    it has not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError as error:
-        return error.errno not in (errno.ENOENT, errno.ESRCH)
-    # After the name, which may contain anything: state, 17th: threads, 19th: start in clock ticks.
-    fields = stat.rpartition(")")[2].split()
-    ended = fields[0] in "ZX" and int(fields[17]) < 2
-    return int(fields[19]) == started * os.sysconf("SC_CLK_TCK") // 10**9 and not ended
+class StartedProcess(NamedTuple):
+    """A process, by the nanoseconds from the boot to its start: its number may be used again."""
+
+    started: int
+    pid: int
+
+    def has_ended(self) -> bool:
+        """And closed its files. In doubt it has not."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ESRCH)
+        # Behind the name, which may contain anything: state, ..., threads, 0, start in clock ticks.
+        fields = stat.rpartition(")")[2].split()
+        same = int(fields[19]) == self.started * os.sysconf("SC_CLK_TCK") // 10**9
+        return not same or (fields[0] in "ZX" and int(fields[17]) < 2)
 
 
 def reads(pid: int) -> int | None:

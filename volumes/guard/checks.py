@@ -17,6 +17,7 @@ from linux import blockdev
 from volumes import settings
 from volumes.guard import lease
 from volumes.guard.holds import Holds
+from volumes.guard.kernel import KernelLease
 from volumes.guard.steps import Executor, Known, Turn, missing, with_cluster
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
@@ -87,8 +88,8 @@ class Checks:
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
-        writer = executor.writer(device)
-        over = writer is not None and writer.has_ended()
+        held = executor.held(device)
+        over = held is not None and held.writer is not None and not held.at_work
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
@@ -101,9 +102,9 @@ class Checks:
         known.allowed_over = None
         if first.has_content or executor.until(device) is None:
             known.allowed = False
-        writer = executor.writer(device)  # there may be one since the probe began
-        writing = writer is not None and not writer.has_ended()
-        wait = await self._conclude(known, first, over=over, writing=writing)
+        held = executor.held(device)  # it may have a writer since the probe began
+        writer = held.at_work if held is not None else 0
+        wait = await self._conclude(known, first, held, over=over, writing=writer > 0)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -111,7 +112,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
-            writer=writer.pid if writer is not None and writing else 0,
+            writer=writer,
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -162,7 +163,7 @@ class Checks:
         return found
 
     async def _conclude(
-        self, known: Known, seen: Verdict, *, over: bool, writing: bool
+        self, known: Known, seen: Verdict, held: KernelLease | None, *, over: bool, writing: bool
     ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
         while there is a lease."""
@@ -174,7 +175,6 @@ class Checks:
             known.cluster = answer = await self.executor.mirror.ask(image, part=device.part)
             entry = with_cluster(entry, answer.known, seen)
         turn = Turn(known, entry, seen)
-        held = self.executor.held(device)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
         steps = lease.conclude(

@@ -37,7 +37,7 @@ NAME_BYTES = 16
 WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
 _WRITER = struct.Struct("=QQ")
-_ANYONE = _WRITER.pack(0, 0)
+_EVERYBODY = _WRITER.pack(0, 0)
 _EVENT = struct.Struct("=QQ6I16s16s256s")
 _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
@@ -100,16 +100,6 @@ def task_text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode(errors="replace")
 
 
-class Writer(NamedTuple):
-    """The process to which a lease belongs. ``started``: nanoseconds since the boot."""
-
-    started: int
-    pid: int
-
-    def has_ended(self) -> bool:
-        return not procfs.is_running(self.pid, self.started)
-
-
 @dataclass(frozen=True)
 class KernelLease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
@@ -122,7 +112,12 @@ class KernelLease:
     opens: int
     diskseq: int = 0
     grace: float = 0.0
-    writer: Writer | None = None
+    writer: procfs.StartedProcess | None = None
+
+    @property
+    def at_work(self) -> int:
+        """The writer's pid until it ends; 0: none."""
+        return self.writer.pid if self.writer is not None and not self.writer.has_ended() else 0
 
     def pack(self) -> bytes:
         until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
@@ -433,7 +428,7 @@ class Kernel:
                         _take_over(self.maps.get(name), maps[name])
                     if "writers" not in self.maps:  # leases of a program with which they had none
                         for key in maps["leases"].snapshot():
-                            maps["writers"].set(key, _ANYONE)
+                            maps["writers"].set(key, _EVERYBODY)
                     judges = _mode(self.maps.get("scope")).number
                     maps["scope"].set(struct.pack("=I", 0), struct.pack("=I", judges))
                     program.attach(fd)
@@ -567,24 +562,18 @@ class Kernel:
                 )
             self.free(number)
 
-    def free(self, number: Number) -> None:
-        """The lease belongs to who uses it next."""
+    def free(self, number: Number, *, everybodys: bool = False) -> None:
+        """The lease belongs to who uses it next, or to everybody until the next ``reserve``."""
         with self._hold:
-            if "writers" in self.maps:
+            if "writers" in self.maps and everybodys:
+                self.maps["writers"].set(_key(number), _EVERYBODY)
+            elif "writers" in self.maps:
                 self.maps["writers"].delete(_key(number))
 
-    def grant(
-        self,
-        number: Number,
-        until: float,
-        diskseq: int | None,
-        grace: float = 0.0,
-        anyone: bool = False,
-    ) -> None:
+    def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
-        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``KernelLease``.
-        ``anyone``: not only those of the first process, and not after a later ``reserve``. The
+        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``KernelLease``. The
         count of opens under a lease that this one replaces is carried over. One that the kernel
         counts meanwhile would be lost, so a lease that still held counts as used.
         RefusedError when nothing is attached, or when another disk has the number since
@@ -602,8 +591,6 @@ class Kernel:
             try:
                 new = KernelLease(until, opens, diskseq or 0, grace).pack()
                 leases.set(_key(number), new, bpf.IF_THERE)
-                if anyone and "writers" in self.maps:
-                    self.maps["writers"].set(_key(number), _ANYONE)
             except FileNotFoundError:
                 raise kit.errors.RefusedError(
                     f"lease of {number[0]}:{number[1]}", "another disk has the number", "try again"
@@ -648,16 +635,11 @@ class Kernel:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    found[_number(key)] = replace(
-                        KernelLease.unpack(raw), writer=_writer(self.maps.get("writers"), key)
-                    )
+                    writer = self.maps["writers"].get(key) if "writers" in self.maps else None
+                    task = procfs.StartedProcess(*_WRITER.unpack(writer or _EVERYBODY))
+                    lease = KernelLease.unpack(raw)
+                    found[_number(key)] = replace(lease, writer=task if task.pid else None)
         return found
-
-
-def _writer(held: bpf.Map | None, key: bytes) -> Writer | None:
-    """An earlier program has no such map."""
-    raw = held.get(key) if held is not None else None
-    return Writer(*_WRITER.unpack(raw)) if raw and raw != _ANYONE else None
 
 
 def _counters(held: bpf.Map) -> dict[str, int]:

@@ -142,9 +142,9 @@ class Executor:
                 case Step.GRANT:
                     until = time.monotonic() + turn.seconds
                     grace = 0.0 if turn.by_pod else self.grace(device)
-                    self.attached().grant(
-                        device.number, until, device.diskseq, grace, anyone=turn.by_pod
-                    )
+                    self.attached().grant(device.number, until, device.diskseq, grace)
+                    if turn.by_pod:
+                        self.attached().free(device.number, everybodys=True)
                     self.beat()
                     self.granted += 1
                 case Step.FREE:
@@ -253,11 +253,6 @@ class Executor:
 
     def held(self, device: blockdev.BlockDevice) -> kernel.KernelLease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
-
-    def writer(self, device: blockdev.BlockDevice) -> kernel.Writer | None:
-        """To whom the device's lease belongs."""
-        held = self.held(device)
-        return held.writer if held else None
 
     def until(self, device: blockdev.BlockDevice) -> float | None:
         """Until when the kernel lets it be formatted; None when it does not now."""

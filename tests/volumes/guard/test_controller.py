@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import kit.files
 from linux import blockdev as blockdev_of_linux
+from linux import bpf
 from tests.testbed import blockdev, cell, constants, grave, waiting
 from tests.volumes.guard import hammer
 from tests.volumes.guard.world import witness
@@ -189,8 +191,9 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     where_now.reserve_own([held])
     where_now.judge(kernel.Mode.DRY_RUN, {held: held})
     where_now.maps["devices"].set(struct.pack("=II", *stacked), b"\1")
-    connects = where_now.maps["connecting"]  # as if this process had run cryptsetup luksOpen
-    connects.set(struct.pack("=I", os.getpid()), struct.pack("=Q", time.monotonic_ns()))
+    connects, pid = where_now.maps["connecting"], struct.pack("=I", os.getpid())
+    # As if this process had run cryptsetup luksOpen.
+    connects.set(pid, struct.pack("=Q", time.monotonic_ns()))
     with (
         hammer.hammer(where, device, "mkfs.ext4") as bad,
         hammer.hammer(where, device, "mount") as good,
@@ -204,6 +207,8 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
                 assert {stacked, number} <= guard.read().devices, version
             assert present.judges is kernel.Mode.DRY_RUN, version
             assert guard.maps["own"].get(struct.pack("=II", *held)), version
+            assert guard.maps["connecting"].get(pid), version
+            guard.maps["connecting"].set(pid, struct.pack("=Q", time.monotonic_ns()))  # for 60 s
             seen.add(present.programs[0].id)
             guard.close()
         bad_opened, bad_refused = bad()
@@ -237,13 +242,18 @@ def test_leases_of_a_program_without_writers_stay_everybodys(
         done = (where.run("sh", "-c", f"exec 3<>{device}").returncode for _ in range(2))
         return [code == 0 for code in done]
 
-    guard = where.guard(earlier)
-    guard.apply(enforce)
-    assert "writers" not in guard.maps
-    guard.reserve(number, 1)
-    guard.grant(number, time.monotonic() + 600, 1, anyone=True)
+    with (
+        bpf.loaded(earlier, kernel.PROGRAM, {}) as (program, maps),
+        kit.files.closing(os.open(where.path, os.O_RDONLY)) as cgroup,
+    ):
+        assert "writers" not in maps
+        kernel.fill(maps, enforce)
+        held = kernel.KernelLease(time.monotonic() + 600, 0, 1)
+        maps["leases"].set(struct.pack("=II", *number), held.pack())
+        program.attach(cgroup)
+        for each in (program, *maps.values()):
+            each.close()
     assert writes() == [True, True]
-    guard.close()
     guard = where.guard()
     guard.apply(enforce)
     assert writes() == [True, True] and guard.leases()[number].writer is None

@@ -283,16 +283,12 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
 
 
 FORMATTERS = {
-    "mkfs -t ext4": ("mkfs", "-t", "ext4", "-F", "-Enodiscard,lazy_itable_init=1"),  # an exec
-    "mkfs.ext4": ("mkfs.ext4", "-F", "-O", "encrypt"),
+    "mkfs -t ext4": ("mkfs", "-t", "ext4", "-F"),  # it executes the other one
+    "mkfs.ext4": ("mkfs.ext4", "-F", "-m0", "-Enodiscard,lazy_itable_init=1"),
     "mkfs.xfs": ("mkfs.xfs", "-f"),
     "mkfs.btrfs": ("mkfs.btrfs", "-f"),
-    "mkfs.f2fs": ("mkfs.f2fs", "-f"),
-    "mkfs.vfat": ("mkfs.vfat",),
     "mkswap": ("mkswap",),
     "luksFormat": WRITERS["luksFormat"],
-    "pvcreate": ("pvcreate", "-y", "--devicesfile", ""),
-    "sgdisk": ("sgdisk", "-n", "1"),
 }
 
 
@@ -300,8 +296,6 @@ FORMATTERS = {
 def test_a_formatter_may_open_the_device_again_and_the_next_may_not(
     guarded: cell.Cell, tmp_path: Path, name: str
 ) -> None:
-    if shutil.which(FORMATTERS[name][0]) is None:
-        pytest.skip(f"{FORMATTERS[name][0]} is not here")
     with _leased(guarded, tmp_path) as (device, _, _guard):
         first = guarded.run(*FORMATTERS[name], device)
         assert first.returncode == 0, first.stderr
@@ -379,7 +373,7 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
 def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:
     with _leased(guarded, tmp_path) as (device, number, guard):
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
-        guard.grant(number, time.monotonic() + 600, None, anyone=True)
+        guard.free(number, everybodys=True)
         for _ in range(3):
             assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         assert guard.leases()[number].writer is None

@@ -1,10 +1,14 @@
 """The layouts shared with the BPF program, and the settings in its terms."""
 
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from linux import blockdev
+from linux import blockdev, procfs
+from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import kernel
 
@@ -65,3 +69,27 @@ def test_leases_of_the_program_before_are_kept_at_an_upgrade() -> None:
     older = _Map(16)
     kernel._copy(after, older)  # type: ignore[arg-type]  # a stand-in for maps of two programs
     assert not older.values, "what does not fit is not cut"
+
+
+def _started(pid: int) -> procfs.StartedProcess:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return procfs.StartedProcess(ticks * 10**9 // os.sysconf("SC_CLK_TCK"), pid)
+
+
+def test_a_writer_has_ended_when_its_last_thread_has() -> None:
+    """Its first thread may end before that, and is a zombie then."""
+    script = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "ctypes.CDLL(None).pthread_exit(0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        started = _started(process.pid)
+        stat = Path(f"/proc/{process.pid}/stat")
+        waiting.until(lambda: ") Z " in stat.read_text(), 20, "the end of the first thread")
+        assert not started.has_ended()
+        assert started._replace(started=started.started - 10**9).has_ended(), "an earlier one"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert started.has_ended(), "a zombie"
+    assert started.has_ended()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from linux import procfs
 from tests.testbed import examples
 from volumes.guard import kernel, lease
 from volumes.guard.lease import Step
@@ -285,7 +286,7 @@ class World:
         if self.held.writer is not None and not by_pod:
             return True  # another process has the lease
         self.held = dataclasses.replace(
-            self.held, opens=self.held.opens + 2, writer=kernel.Writer(1, 1)
+            self.held, opens=self.held.opens + 2, writer=procfs.StartedProcess(1, 1)
         )
         self.at_work = self.choose.random() < 0.3
         self.volume.written = self.volume.written or self.choose.random() < 0.8

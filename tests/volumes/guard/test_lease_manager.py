@@ -23,7 +23,7 @@ import kit.errors
 import kit.tasks
 from ceph.protocol import Extents
 from kit import processes
-from linux import blockdev
+from linux import blockdev, procfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from tests.volumes.guard.world import (
@@ -100,7 +100,7 @@ async def test_grant_stops_when_the_attachment_changes(
 async def test_a_grant_that_may_have_reached_the_kernel_stays_open(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def grant(*_: Any, **__: Any) -> None:
+    def grant(*_: Any) -> None:
         raise OSError(5, "unknown outcome")
 
     monkeypatch.setattr(world, "grant", grant)
@@ -222,7 +222,7 @@ def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
     """It opens the device under the lease, first of all."""
     stat = Path(f"/proc/{process.pid}/stat").read_text()
     started = int(stat.rpartition(")")[2].split()[19]) * 10**9 // os.sysconf("SC_CLK_TCK")
-    writer = kernel.Writer(started, process.pid)
+    writer = procfs.StartedProcess(started, process.pid)
     world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2, writer=writer)
 
 
@@ -321,7 +321,9 @@ async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> 
     world.did.clear()
     await published(world, True)
     await waiting.until_async(lambda: "mirror" in world.did, 5.0)
-    assert world.did == ["identify", "record permission", "reserve", "identify", "grant", "mirror"]
+    assert world.did == [
+        *("identify", "record permission", "reserve", "identify", "grant", "share", "mirror"),
+    ]
     assert world.map[254, 99].until == math.inf  # no agent is needed for it
     await published(world, False)
     await waiting.until_async(lambda: world.map == {}, 5.0)

@@ -136,18 +136,13 @@ class World:
         self.did.append("reserve")
         self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
 
-    def free(self, number: blockdev.Number) -> None:
-        self.did.append("free")
+    def free(self, number: blockdev.Number, *, everybodys: bool = False) -> None:
+        self.did.append("share" if everybodys else "free")
         if number in self.map:
             self.map[number] = dataclasses.replace(self.map[number], writer=None)
 
     def grant(
-        self,
-        number: blockdev.Number,
-        until: float,
-        diskseq: int | None,
-        grace: float = 0.0,
-        anyone: bool = False,
+        self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
     ) -> None:
         self.did.append("grant")
         if number not in self.map:

@@ -426,9 +426,9 @@ def users(
             found.append(User(owner, number, tuple(names[:8]), space))
             if len(found) >= _MOST_USERS:
                 return found
-    for each in loop.backings():
-        owner = Owner(0, 0, each.name, "", host=True)
-        found += [User(owner, number, (each.file,), 0) for number in each.numbers & wanted]
+    for name, file, numbers in loop.backings():
+        owner = Owner(0, 0, name, "", host=True)
+        found += [User(owner, number, (file,), 0) for number in numbers & wanted]
     return found[:_MOST_USERS]
 
 

@@ -200,19 +200,14 @@ def _leaked_users(inventory: Inventory, device: blockdev.BlockDevice) -> Iterato
             user,
             f"{device.label} is not mounted anywhere, but {user.owner.label} keeps its file "
             f"system in use ({', '.join(user.ways)})",
-            "a lazy unmount (umount -l) or the end of a container left it behind: "
-            + (
-                f"end or restart {user.owner.label}, or make it close these files"
-                if user.owner.pid
-                else detach(user.owner.comm)
-            )
-            + "; nothing else frees the device",
+            "a lazy unmount (umount -l) or the end of a container left it behind: end or restart "
+            f"{user.owner.label}, or make it close these files; nothing else frees the device",
         )
 
 
 def detach(loop: str) -> str:
-    """The advice."""
-    return f"when nothing uses /dev/{loop} any more, detach it ('losetup -d /dev/{loop}')"
+    """The advice about a loop device."""
+    return f"when nothing uses /dev/{loop} any more, detach it: 'losetup -d /dev/{loop}'"
 
 
 def _user_trouble(device: blockdev.BlockDevice, user: User, message: str, advice: str) -> Trouble:
@@ -222,7 +217,7 @@ def _user_trouble(device: blockdev.BlockDevice, user: User, message: str, advice
         device=device.name,
         pid=user.owner.pid,
         message=message,
-        advice=advice,
+        advice=advice if user.owner.pid else detach(user.owner.comm),
         evidence={
             "kind": "open",
             "uses": ", ".join(user.ways),
@@ -248,13 +243,8 @@ def busy_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
                 user,
                 f"{device.label} at {where} is {state}, but {user.owner.label} keeps it busy "
                 f"({', '.join(user.ways)})",
-                (
-                    f"make {user.owner.label} leave it (change its working directory, close its "
-                    "files) or restart it"
-                    if user.owner.pid
-                    else detach(user.owner.comm)
-                )
-                + "; kubelet's next attempt to unmount then succeeds. An agent that "
+                f"make {user.owner.label} leave it (change its working directory, close its files) "
+                "or restart it; kubelet's next attempt to unmount then succeeds. An agent that "
                 "reads kubelet's directory should not keep files open there"
                 + (f". Volume {volume.name or volume.handle}" if volume else ""),
             )
