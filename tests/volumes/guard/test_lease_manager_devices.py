@@ -42,8 +42,8 @@ def test_hanging_device_times_out_and_is_probed_once(
             90,
             "the stall",
         )
-        found = agent.cli_json("volume", "probe", disk.device)
-        assert found["verdict"] == "timeout", json.dumps(found)
+        done = agent.cli("volume", "probe", disk.device, "--json")
+        assert (done.returncode, json.loads(done.stdout)["verdict"]) == (5, "timeout"), done
 
         status = agent.get("/v1/volumes/guard")
         # Waiting for a page, a child can be killed; for the device itself, it cannot.
