@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+import kit.tasks
 from ceph.protocol import Extents
 from linux import blockdev
 from volumes import settings
@@ -28,7 +29,11 @@ from volumes.probe.examine import Kind, Verdict, marks_from
 log = structlog.get_logger("volumes")
 
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
+OVERDUE_CHECK_SECONDS = 10.0  # between checks while the writer of an expired lease is at work
+WRITER_SECONDS = 1.0  # for a look at the files of a process
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
+
+_WRITERS = kit.tasks.Apart("files of writers")
 
 
 class Checks:
@@ -88,8 +93,8 @@ class Checks:
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
-        held = executor.held(device)
-        over = held is not None and held.writer is not None and not held.at_work
+        before = executor.held(device)
+        over = await self._is_over(before, device.number)
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
@@ -103,8 +108,11 @@ class Checks:
         if first.has_content or executor.until(device) is None:
             known.allowed = False
         held = executor.held(device)  # it may have a writer since the probe began
-        writer = held.at_work if held is not None else 0
-        wait = await self._conclude(known, first, held, over=over, writing=writer > 0)
+        if before is None or held is None or held.opens != before.opens:
+            over = over and before is not None and not before.at_work  # it may have opened it again
+        wait = await self._conclude(known, first, held, over=over)
+        held = executor.held(device)
+        known.writer = held.at_work if held is not None else 0
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -112,7 +120,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
-            writer=writer,
+            writer=known.writer,
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -162,8 +170,19 @@ class Checks:
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
+    async def _is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
+        """Whether the lease's writer has ended, or has nothing open with which it could write, as
+        one that only asked whether it may."""
+        if held is None or held.writer is None or not held.at_work:
+            return held is not None and held.writer is not None
+        try:
+            async with asyncio.timeout(WRITER_SECONDS):
+                return await _WRITERS.call(held.writer.has_closed, number)
+        except TimeoutError:
+            return False
+
     async def _conclude(
-        self, known: Known, seen: Verdict, held: KernelLease | None, *, over: bool, writing: bool
+        self, known: Known, seen: Verdict, held: KernelLease | None, *, over: bool
     ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
         while there is a lease."""
@@ -177,6 +196,7 @@ class Checks:
         turn = Turn(known, entry, seen)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
+        writing = held is not None and held.at_work > 0
         steps = lease.conclude(
             has_content=seen.has_content,
             blank=blank,
@@ -188,13 +208,15 @@ class Checks:
             by_pod=raw_block.gave(entry.permitted_by),
             over=over,
             writing=writing,
+            nobody=held is not None and held.writer is None,
+            allowed=known.allowed,
         )
         await self.executor.carry_out(steps, turn)
         # Of a blank device the cluster is asked later: until then the last look's answer holds.
         before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
         known.missing = missing(known, turn.entry) or before
         if held is None or expired:
-            return None
+            return OVERDUE_CHECK_SECONDS if writing and not seen.has_content else None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
 
     async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:

@@ -553,17 +553,18 @@ class Kernel:
     # --- leases
 
     def reserve(self, number: Number, diskseq: int | None) -> None:
-        """A lease that has ended already, unless there is one, and that belongs to nobody. A new
-        disk takes it away, and then ``grant`` fails. RefusedError when nothing is attached."""
+        """A lease that has ended already and belongs to nobody, unless there is one that holds. A
+        new disk takes it away, and then ``grant`` fails. RefusedError when nothing is attached."""
         with self._hold:
+            leases, key = self._attached()["leases"], _key(number)
             with contextlib.suppress(FileExistsError):
-                self._attached()["leases"].set(
-                    _key(number), KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
-                )
-            self.free(number)
+                leases.set(key, KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW)
+            raw = leases.get(key)
+            if raw is None or KernelLease.unpack(raw).until <= time.monotonic():
+                self.free(number)
 
     def free(self, number: Number, *, everybodys: bool = False) -> None:
-        """The lease belongs to who uses it next, or to everybody until the next ``reserve``."""
+        """The lease belongs to who uses it next, or to everybody until its end."""
         with self._hold:
             if "writers" in self.maps and everybodys:
                 self.maps["writers"].set(_key(number), _EVERYBODY)

@@ -186,14 +186,16 @@ def undisputed(
 ) -> tuple[str, ...] | None:
     """The reasons against a format when the first probe settles it; None: ask every source.
 
-    ``writer``: the process at work to which the lease belongs; 0: none.
+    ``writer``: the process at work to which the lease belongs, or did until it expired; 0: none.
     ``asked``: somebody tried to write, or the device is new. A lease that ended unused is given
     again only then.
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
+    if writer:
+        return (f"process {writer} formats it now: wait for its end",)
     if leased:
-        return (f"process {writer} opened it first, and has not ended",) if writer else ()
+        return ()
     if not attached:
         return ("the guard is not attached",)
     if not asked:
@@ -299,10 +301,14 @@ class Step(enum.Enum):
     RESERVE = enum.auto()  # a lease that has ended: a new disk takes it away in the kernel
     GRANT = enum.auto()  # the lease in the kernel, if the reserved one is still there
     FREE = enum.auto()  # the lease belongs to the next process that uses it
+    SHORTEN = enum.auto()  # the lease ends in LINGER_SECONDS
     REVOKE = enum.auto()
     RECORD_CONTENT = enum.auto()
     CLOSE_PERMISSION = enum.auto()  # it was not used
 
+
+# Of a lease that an agent before this one gave, nobody knows the writer, which may open it again.
+LINGER_SECONDS = 5.0
 
 GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Step.GRANT)
 # A pod waits for a raw block volume, and its cluster may be slow.
@@ -359,6 +365,8 @@ def conclude(
     by_pod: bool = False,
     over: bool = False,
     writing: bool = False,
+    nobody: bool = False,
+    allowed: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
 
@@ -371,15 +379,20 @@ def conclude(
     goes first: were the agent killed in between, its count would close that one, too.
 
     The kernel gives the lease to the first process that writes. ``over``: that one had ended before
-    the probe; ``writing``: it is there after it, and may open the device again, as programs do that
-    make a file system.
+    the probe, or closed the device; ``writing``: it is there after it, and may open the device
+    again, as programs do that make a file system. ``nobody``: no such process is known.
+    ``allowed``: by an operator, whatever is there: each try passes.
     """
     closable = permitted and not by_pod
     if has_content:
         end = (Step.REVOKE,) if leased and (expired or not writing) else ()
+        if end and nobody and opens and not expired:
+            end = (Step.SHORTEN,)
         return (Step.RECORD_CONTENT, Step.MIRROR, *end)
     if not leased or not expired:
-        return (Step.FREE,) if leased and over and blank else ()
+        return (Step.FREE,) if leased and over and (blank or allowed) else ()
+    if writing:
+        return ()  # it goes on writing after the lease, so nobody else gets one
     if opens == 0 and closable and blank:
         if earlier:
             return (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)

@@ -39,6 +39,7 @@ class Known:
     reasons: tuple[str, ...] | None = None
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
+    writer: int = 0  # the process that formats it now; 0: none
     doubt: Doubt = field(default_factory=Doubt)
     pace: Pace = field(default_factory=Pace)
     allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
@@ -149,6 +150,11 @@ class Executor:
                     self.granted += 1
                 case Step.FREE:
                     self.attached().free(device.number)
+                case Step.SHORTEN:
+                    until = time.monotonic() + lease.LINGER_SECONDS
+                    until = min(self.until(device) or 0.0, until)
+                    grace = self.grace(device)
+                    self.attached().grant(device.number, until, device.diskseq, grace)
                 case Step.REVOKE:
                     self.revoke(device.number)
                 case Step.RECORD_CONTENT:

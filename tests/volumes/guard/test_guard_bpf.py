@@ -377,9 +377,28 @@ def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:
         for _ in range(3):
             assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         assert guard.leases()[number].writer is None
+        guard.revoke(number)
         guard.reserve(number, None)
+        guard.grant(number, time.monotonic() + 60, None)
         done = [guarded.run("mkfs.ext4", "-q", "-F", device).returncode for _ in range(2)]
         assert done[0] == 0 and done[1] != 0, "it has a first process again"
+
+
+def test_a_lease_that_holds_stays_its_writers_when_another_is_given(guarded: cell.Cell) -> None:
+    """An operator permits while a formatter is at work."""
+    guard = guarded.guard()
+    guard.read()
+    number = 7, 999_999
+    guard.reserve(number, 5)
+    guard.grant(number, time.monotonic() + 60, 5)
+    guard.maps["writers"].set(struct.pack("=II", *number), struct.pack("=QQ", 1, 2))
+    guard.reserve(number, 5)
+    assert guard.leases()[number].writer == (1, 2)
+    guard.grant(number, 0.0, 5)
+    guard.reserve(number, 5)
+    assert guard.leases()[number].writer is None, "it had ended"
+    guard.revoke(number)
+    guard.close()
 
 
 def test_lease_that_replaces_a_live_one_counts_as_used(guarded: cell.Cell) -> None:

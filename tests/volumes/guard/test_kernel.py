@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from linux import blockdev, procfs
 from tests.testbed import waiting
 from volumes import settings
@@ -93,3 +95,23 @@ def test_a_writer_has_ended_when_its_last_thread_has() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert started.has_ended(), "a zombie"
     assert started.has_ended()
+
+
+def test_a_writer_without_a_descriptor_of_the_device_has_closed_it(tmp_path: Path) -> None:
+    null = (1, 3)  # no block device
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        started = _started(process.pid)
+        assert started.has_closed((7, 4000))
+        assert started.has_closed(null), "another device with the number"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not started.has_closed((7, 4000)), "its first thread may be the only one to end"
+
+
+def test_of_another_pid_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's numbers are other processes here."""
+    gone = procfs.StartedProcess(1, 2**22 - 1)
+    assert gone.has_ended()
+    monkeypatch.setattr(procfs, "_HOST_PIDS", 1)
+    assert not gone.has_ended()
+    assert not procfs.StartedProcess(0, os.getpid()).has_closed((7, 4000))

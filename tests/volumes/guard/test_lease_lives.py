@@ -26,7 +26,12 @@ class Killed(Exception):
     """The agent was killed between two steps."""
 
 
-UNFAILING = {Step.REVOKE, Step.FREE, Step.MIRROR}  # a write to a map; a copy that may be missed
+UNFAILING = {
+    Step.REVOKE,
+    Step.FREE,
+    Step.SHORTEN,
+    Step.MIRROR,
+}  # a write to a map; a copy that may be missed
 
 
 class Broken(Exception):
@@ -167,7 +172,8 @@ class World:
                         raise Broken
                 case Step.RESERVE:
                     self.held = self.held or kernel.KernelLease(0.0, 0, seen[1] or 0)
-                    self.held = dataclasses.replace(self.held, writer=None)
+                    if self.held.until <= self.now:
+                        self.held = dataclasses.replace(self.held, writer=None)
                 case Step.GRANT:
                     # What may hold data by the world's own truth must never get a lease.
                     assert by != "auto" or not volume.written, self
@@ -184,6 +190,9 @@ class World:
                     assert self.held is None or not self.volume.written or self.volume.lies
                     self.second += self.held is not None
                     self.held = self.held and dataclasses.replace(self.held, writer=None)
+                case Step.SHORTEN:
+                    until = min(self.held.until if self.held else 0, self.now + 5)
+                    self.held = self.held and dataclasses.replace(self.held, until=until)
                 case Step.REVOKE:
                     self.held = None
                 case Step.RECORD_CONTENT:
@@ -236,6 +245,7 @@ class World:
             opens=self.held.opens if self.held else 0, permitted=entry.permitted > 0,
             earlier=bool(entry.earlier_by), by_pod=raw_block.gave(entry.permitted_by),
             over=writer and not self.at_work, writing=writer and self.at_work,
+            nobody=not writer,
         )  # fmt: skip
 
     def allow(self) -> None:

@@ -227,7 +227,9 @@ def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
 
 
 @pytest.fixture
-def formatter() -> Iterator["subprocess.Popen[bytes]"]:
+def formatter(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]:
+    """It has the device open."""
+    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_: False)
     with subprocess.Popen(["sleep", "infinity"]) as process:
         yield process
         process.kill()
@@ -240,14 +242,84 @@ async def test_the_lease_lasts_while_its_formatter_is_at_work(
     await world.checked()
     uses(world, formatter)
     known = await looked_again(world)
-    assert known.reasons == (f"process {formatter.pid} opened it first, and has not ended",)
+    assert known.reasons == (f"process {formatter.pid} formats it now: wait for its end",)
+    assert status.describe_device(known, 0.0)["formatted_by"] == formatter.pid
     world.verdict = EXT4
     await looked_again(world)
     assert world.map[254, 99].until - time.monotonic() > 60
     formatter.kill()
     os.waitid(os.P_PID, formatter.pid, os.WEXITED | os.WNOWAIT)  # a zombie has closed its files
-    await looked_again(world)
+    assert (await looked_again(world)).writer == 0
     assert (254, 99) not in world.map
+
+
+async def test_the_next_lease_waits_for_a_formatter_that_outlives_its_own(
+    world: World, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """Two would format at once."""
+    await world.checked()
+    uses(world, formatter)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    for _ in range(2):
+        known = await looked_again(world)
+        assert known.reasons == (f"process {formatter.pid} formats it now: wait for its end",)
+        assert world.map[254, 99].writer, "who it is stays known"
+    assert "rbd99" in world.manager._tasks, "nobody else asks for the next look"
+    formatter.kill()
+    formatter.wait()
+    await looked_again(world)
+    assert (254, 99) not in world.map or world.map[254, 99].writer is None
+
+
+@pytest.mark.parametrize("opened_again", [False, True])
+async def test_who_closed_the_device_leaves_the_lease_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, opened_again: bool
+) -> None:
+    """access(2) takes the lease, too: 'test -w DEVICE' in a shell that lives on."""
+    await world.checked()
+    probe = world.probe
+
+    async def slow(*words: str) -> Verdict:
+        if opened_again:
+            world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=3)
+        return await probe(*words)
+
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            uses(world, process)
+            monkeypatch.setattr(world, "probe", slow)
+            known = await looked_again(world)
+            assert (world.map[254, 99].writer is None) is not opened_again
+            assert bool(known.reasons) is opened_again
+        finally:
+            process.kill()
+
+
+async def test_an_operators_lease_is_for_every_try(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """The first left something that nobody recognises."""
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    uses(world, formatter)
+    formatter.kill()
+    formatter.wait()
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    await looked_again(world)
+    assert world.map[254, 99].writer is None
+
+
+async def test_content_under_a_lease_of_an_agent_that_knew_no_writers_leaves_it_five_seconds(
+    world: World,
+) -> None:
+    """Whoever opened the device may still be at work, and opens it again."""
+    await world.checked()
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2)
+    world.verdict = EXT4
+    await looked_again(world)
+    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
 
 
 @pytest.mark.parametrize("over", [None, EXT4])

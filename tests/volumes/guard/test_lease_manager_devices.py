@@ -185,7 +185,7 @@ def test_a_formatter_that_was_killed_early_leaves_the_lease_to_the_next(
         first = where.popen("sh", "-c", f"exec 3<>{device}; echo open; read end")
         assert first.stdout is not None and first.stdout.readline() == "open\n"
         assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
-        why = f"process {first.pid} opened it first, and has not ended"
+        why = f"process {first.pid} formats it now: wait for its end"
         waiting.until(
             lambda: why in agent.guarded(device)["reasons"], 10, "the reason",
             detail=lambda: agent.guarded(device),

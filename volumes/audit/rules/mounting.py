@@ -186,7 +186,7 @@ def _owner_evidence(owner: Owner) -> dict[str, str]:
         "pod_uid": owner.pod_uid,
         "pod": owner.pod,
         "thread": str(owner.thread) if owner.thread else "",
-        "process_started": str(owner.started),
+        "process_started": str(owner.started) if owner.pid else "",
     }
     return {name: value for name, value in known.items() if value}
 

@@ -130,6 +130,7 @@ def test_busy_mount_of_a_staged_volume_without_pod() -> None:
     loop = User(Owner(0, 0, "loop3", ""), DEVICE.number, ("/mnt/disk.img",), 0)
     trouble = only(mounting.busy_mount, scene(volumes=(staged,), host=(place(),), users=(loop,)))
     assert trouble.key == "loop3" and "'losetup -d /dev/loop3'" in trouble.advice
+    assert "process_started" not in trouble.evidence
 
 
 def test_busy_mount_and_unmap_failing_end_when_a_pod_has_the_volume_again() -> None:
