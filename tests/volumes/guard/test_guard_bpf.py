@@ -352,6 +352,7 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
         ]
         writer = guard.leases()[number].writer
         assert writer is not None and writer.pid == first.pid and not writer.has_ended()
+        assert not writer.has_closed(number)
         # Another process with its number, later.
         guard.maps["writers"].set(
             struct.pack("=II", *number), struct.pack("=QQ", writer.started - 10**7, writer.pid)

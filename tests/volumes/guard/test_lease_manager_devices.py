@@ -203,3 +203,21 @@ def test_a_formatter_that_was_killed_early_leaves_the_lease_to_the_next(
             detail=lambda: agent.guarded(device),
         )  # fmt: skip
         assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+
+
+def test_who_only_asks_whether_it_may_write_leaves_the_lease_to_the_next(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    """access(2) is an open to the kernel's hook; the shell that asked lives on."""
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        _leased(agent, where, device)
+        first = where.popen("sh", "-c", f"test -w {device} && echo asked; read end")
+        assert first.stdout is not None and first.stdout.readline() == "asked\n"
+        try:
+            waiting.until(
+                lambda: where.run("mkfs.ext4", "-q", "-F", device).returncode == 0, 15, "mkfs",
+                detail=lambda: agent.guarded(device),
+            )  # fmt: skip
+        finally:
+            first.kill()
+            first.communicate()
