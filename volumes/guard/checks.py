@@ -100,19 +100,20 @@ class Checks:
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
-        if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
-            if over:
-                await executor.carry_out((lease.Step.FREE,), Turn(known, None))
-            return LEASED_CHECK_SECONDS, ()  # what an operator permits to destroy is still there
-        known.allowed_over = None
-        if first.has_content or executor.until(device) is None:
-            known.allowed = False
         held = executor.held(device)  # it may have a writer since the probe began
         if before is None or held is None or held.opens != before.opens:
             over = over and before is not None and not before.at_work  # it may have opened it again
+        if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
+            if over:
+                await executor.carry_out((lease.Step.FREE,), Turn(known, None))
+            known.writer = self._writer(device)
+            # What an operator permits to destroy is still there.
+            return LEASED_CHECK_SECONDS, lease.at_work(known.writer)
+        known.allowed_over = None
+        if first.has_content or executor.until(device) is None:
+            known.allowed = False
         wait = await self._conclude(known, first, held, over=over)
-        held = executor.held(device)
-        known.writer = held.at_work if held is not None else 0
+        known.writer = self._writer(device)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -169,6 +170,10 @@ class Checks:
         found = await self.prober.probe(device.path, device.encrypts, group)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
+
+    def _writer(self, device: blockdev.BlockDevice) -> int:
+        held = self.executor.held(device)
+        return held.at_work if held is not None else 0
 
     async def _is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
         """Whether the lease's writer has ended, or has nothing open with which it could write, as

@@ -192,15 +192,18 @@ def undisputed(
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
-    if writer:
-        return (f"process {writer} formats it now: wait for its end",)
-    if leased:
-        return ()
+    if writer or leased:
+        return at_work(writer)
     if not attached:
         return ("the guard is not attached",)
     if not asked:
         return ("its lease ended unused; the next attempt to write gets a new one",)
     return None
+
+
+def at_work(writer: int) -> tuple[str, ...]:
+    """The reason against a format by another process than the writer, which may be none."""
+    return (f"process {writer} formats it now: wait for its end",) if writer else ()
 
 
 def refusals(evidence: Evidence, policy: LeasePolicy) -> tuple[str, ...]:

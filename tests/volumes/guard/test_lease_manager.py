@@ -335,7 +335,8 @@ async def test_a_formatter_that_left_nothing_leaves_the_lease_to_the_next(
         monkeypatch.setattr(blockdev, "in_use", lambda device: False)
         await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
     uses(world, formatter)
-    await looked_again(world)
+    at_work = (f"process {formatter.pid} formats it now: wait for its end",)
+    assert (await looked_again(world)).reasons == at_work
     assert world.map[254, 99].writer, "it is at work"
     formatter.kill()
     formatter.wait()
