@@ -1,4 +1,4 @@
-"""Read-only loop devices that end by themselves (linux/loop.h). All functions can hang.
+"""Loop devices (linux/loop.h): ours end by themselves. All functions can hang.
 
 A device that ``attached`` makes is detached by the kernel when nobody has it open or mounted any
 more (LO_FLAGS_AUTOCLEAR), so that a killed agent leaves no loop device behind.
@@ -10,20 +10,23 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import kit.files
-from linux import rbd_sysfs, syscalls
+from linux import mountinfo, rbd_sysfs, syscalls
 
-_LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C08, 0x4C0A, 0x4C82
+_LOOP_GET_STATUS64, _LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE = 0x4C05, 0x4C08, 0x4C0A
+_LOOP_CTL_GET_FREE = 0x4C82
 _BLKRASET = 0x1262  # linux/fs.h
 _READ_ONLY, _AUTOCLEAR = 1, 4
 _MAJOR = 7
+_BLOCK = Path("/sys/block")
 # struct loop_config: fd, block_size, struct loop_info64 (232 bytes: offset at 24, sizelimit at 32,
 # flags at 52), 64 reserved.
 _CONFIG = struct.Struct("II24xQQ12xI176x64x")
+_INFO_BYTES = 232  # struct loop_info64: lo_device, lo_inode, lo_rdevice, ...
 _ATTEMPTS = 50  # another process may take the free number first
 
 
@@ -81,8 +84,31 @@ def held(number: int, file: str) -> Iterator[bool]:
 
 def over(file: str) -> list[str]:
     """The loop devices that show ``file``, for example loop3; it is named as the kernel does."""
-    found = Path("/sys/block").glob("loop*/loop/backing_file")
-    return sorted(each.parts[3] for each in found if rbd_sysfs.text(str(each)) == file)
+    found = _BLOCK.glob("loop*/loop/backing_file")
+    return sorted(each.parents[1].name for each in found if rbd_sysfs.text(str(each)) == file)
+
+
+def backings(left_out: Sequence[str] = ()) -> Iterator[tuple[str, str, set[tuple[int, int]]]]:
+    """Of every loop device its name, its file, and the numbers of the file's file system and of the
+    device that the file stands for. After a lazy unmount the path says nothing.
+
+    The kernel asks the file system for an inode's number only, which a dead one has at hand, except
+    one with a server (FUSE). ``left_out``: where such are mounted; files below are not asked for.
+    """
+    for each in sorted(_BLOCK.glob("loop*/loop/backing_file")):
+        name, file = each.parents[1].name, rbd_sysfs.text(str(each))
+        if any(mountinfo.within(file, target) for target in left_out):
+            continue
+        status = bytearray(_INFO_BYTES)
+        with contextlib.suppress(OSError):  # detached meanwhile
+            with (
+                _node(int(name.removeprefix("loop"))) as node,
+                kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
+            ):
+                fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
+            on, _, device = struct.unpack_from("=QQQ", status)
+            numbers = {(os.major(number), os.minor(number)) for number in (on, device)}
+            yield name, file, numbers
 
 
 def _free() -> int:

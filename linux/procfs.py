@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from linux import syscalls
 
@@ -15,6 +16,8 @@ _FILEID_KERNFS = 0xFE  # name_to_handle_at(2): the file handle of a cgroup is it
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the kernel counts
+_MOST_FILES = 4096  # of one process, that are looked at
 
 # Names of processes that are kubelet or contain it.
 KUBELETS = frozenset({"kubelet", "kubelite", "k3s-server", "k3s-agent"})
@@ -29,6 +32,46 @@ def name_of(pid: int | str) -> str:
     """A process's own name. It chooses it, and the kernel cuts it at 15 bytes, also within a
     character; what is no UTF-8 is replaced. OSError when it has ended."""
     return Path(f"/proc/{pid}/comm").read_bytes().strip().decode(errors="replace")
+
+
+class StartedProcess(NamedTuple):
+    """A process, by the nanoseconds from the boot to its start: its number may be used again."""
+
+    started: int
+    pid: int
+
+    def has_ended(self) -> bool:
+        """And closed its files. In doubt it has not."""
+        if not _sees_host():
+            return False
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ESRCH)
+        # Behind the name, which may contain anything: state, ..., threads, 0, start in clock ticks.
+        fields = stat.rpartition(")")[2].split()
+        same = int(fields[19]) == self.started * os.sysconf("SC_CLK_TCK") // 10**9
+        return not same or (fields[0] in "ZX" and int(fields[17]) < 2)
+
+    def has_closed(self, device: tuple[int, int]) -> bool:
+        """It has no descriptor of the device. In doubt it has. Not for the loop: many files."""
+        home, place = f"/proc/{self.pid}/fd", syscalls.Statx(syscalls.TYPE)
+        try:
+            names = os.listdir(home) if _sees_host() else []
+        except OSError:
+            return False
+        if not 0 < len(names) <= _MOST_FILES:  # none: its first thread has ended, others may not
+            return False
+        files = [place(f"{home}/{name}") for name in names]
+        return all(file and not (file.is_block and file.node == device) for file in files)
+
+
+def _sees_host() -> bool:
+    """Whether numbers of processes are here what they are in the kernel's BPF programs."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _HOST_PIDS
+    except OSError:
+        return False
 
 
 def reads(pid: int) -> int | None:

@@ -91,13 +91,14 @@ def _row(device: Mapping[str, Any], does: str, findings: Sequence[str]) -> Seque
             late = "mid" if ago >= LATE_SECONDS else ""
             below.append(Cell(f"looked at {kit.units.format_duration(ago)} ago", late))
     answer, may = _ANSWERS.get(does, ("not refused", "bad")), device["may_be_formatted"]
+    works = device["formatted_by"]
     return (
         Cell(device["title"], style="strong", below=[Cell(device["device"], style="code")]),
         Cell(holds, tone=tone, below=below),
         Cell(kit.units.format_size(device["size"]), number=True),
         Cell(
-            "permitted: it is blank" if may else answer[0],
-            tone="mid" if may else answer[1],
+            "permitted: it is blank" if may else "at work" if works else answer[0],
+            tone="mid" if may or works else answer[1],
             below=[Cell(why) for why in device["reasons"][:2]],
         ),
         Cell(", ".join(findings) or "none", tone="bad" if findings else ""),

@@ -513,7 +513,10 @@ def _device_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"  also in mount namespace {where}: {who}"
     for user in found["users"]:
         owner = user["owner"]
-        yield f"  used by pid {owner['pid']} ({owner['comm']}): {', '.join(user['ways'])}"
+        who = f"pid {owner['pid']} ({owner['comm']})"
+        if not owner["pid"]:
+            who = f"loop device {owner['comm']}"
+        yield f"  used by {who}: {', '.join(user['ways'])}"
     if found["record"]:
         yield f"  staged by kubelet at {found['record']['staging']}"
     for each in found["cluster"]["watchers"] if found["cluster"] else ():

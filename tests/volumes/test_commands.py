@@ -121,3 +121,12 @@ def test_act_ends_with_what_became_of_it(
     )
     assert done.exit_code == code
     assert f"{outcome}: unmount /a (it is in use)" in done.output
+
+
+def test_show_names_a_loop_device_that_uses_the_device() -> None:
+    found = {
+        "name": "rbd0", "number": "254:0", "image": "rbd/a", "state": "ok", "mounts": [],
+        "elsewhere": [], "record": None, "cluster": None, "found": [],
+        "users": [{"owner": {"pid": 0, "comm": "loop3"}, "ways": ["/publish/x"]}],
+    }  # fmt: skip
+    assert "  used by loop device loop3: /publish/x" in list(commands._device_lines(found))

@@ -10,7 +10,7 @@ GUARD = {"wanted_mode": "enforce", "in_force": True, "reasons": [], "denials": [
 DEVICE: dict[str, Any] = {
     "title": "pool/img", "device": "/dev/rbd0", "size": 2**30, "looked_seconds_ago": 3.0,
     "verdict": {"verdict": "has_fs", "type": "ext4"}, "may_be_formatted": False,
-    "reasons": ["it holds data"],
+    "formatted_by": 0, "reasons": ["it holds data"],
 }  # fmt: skip
 
 
@@ -47,6 +47,11 @@ def test_a_format_is_called_refused_only_when_it_is(
 ) -> None:
     _, _, _, answer, _ = api._row(DEVICE | {"may_be_formatted": may}, does, [])
     assert (answer.text, answer.tone) == (text, tone)
+
+
+def test_a_format_at_work_is_not_called_refused() -> None:
+    answer = api._row(DEVICE | {"formatted_by": 7}, "enforce", [])[3]
+    assert (answer.text, answer.tone) == ("at work", "mid")
 
 
 def test_device_shows_what_it_holds_and_what_is_found() -> None:

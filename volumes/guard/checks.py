@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import structlog
 
+import kit.tasks
 from ceph.protocol import Extents
 from linux import blockdev
 from volumes import settings
 from volumes.guard import lease
 from volumes.guard.holds import Holds
+from volumes.guard.kernel import KernelLease
 from volumes.guard.steps import Executor, Known, Turn, missing, with_cluster
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
@@ -27,7 +29,11 @@ from volumes.probe.examine import Kind, Verdict, marks_from
 log = structlog.get_logger("volumes")
 
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
+OVERDUE_CHECK_SECONDS = 10.0  # between checks while the writer of an expired lease is at work
+WRITER_SECONDS = 1.0  # for a look at the files of a process
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
+
+_WRITERS = kit.tasks.Apart("files of writers")
 
 
 class Checks:
@@ -87,17 +93,27 @@ class Checks:
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
+        before = executor.held(device)
+        over = await self._is_over(before, device.number)
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
+        held = executor.held(device)  # it may have a writer since the probe began
+        if before is None or held is None or held.opens != before.opens:
+            over = over and before is not None and not before.at_work  # it may have opened it again
         if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
-            return LEASED_CHECK_SECONDS, ()  # what an operator permits to destroy is still there
+            if over:
+                await executor.carry_out((lease.Step.FREE,), Turn(known, None))
+            known.writer = self._writer(device)
+            # What an operator permits to destroy is still there.
+            return LEASED_CHECK_SECONDS, lease.at_work(known.writer)
         known.allowed_over = None
         if first.has_content or executor.until(device) is None:
             known.allowed = False
-        wait = await self._conclude(known, first)
+        wait = await self._conclude(known, first, held, over=over)
+        known.writer = self._writer(device)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -105,6 +121,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
+            writer=known.writer,
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -141,7 +158,7 @@ class Checks:
         if self.executor.leases is not None:
             seconds = lease.raw_seconds(device.driver, self.executor.leases.ends_with_disk)
             by = raw_block.BY + self.executor.node
-            turn = Turn(known, None, by=by, seconds=seconds, alone=True)
+            turn = Turn(known, None, by=by, seconds=seconds, by_pod=True)
             renewed = held is not None and by_publication
             await self.executor.carry_out(lease.RENEWING if renewed else lease.PUBLISHING, turn)
         return min(seconds / 4, RAW_CHECK_SECONDS)
@@ -154,7 +171,24 @@ class Checks:
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
-    async def _conclude(self, known: Known, seen: Verdict) -> float | None:
+    def _writer(self, device: blockdev.BlockDevice) -> int:
+        held = self.executor.held(device)
+        return held.at_work if held is not None else 0
+
+    async def _is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
+        """Whether the lease's writer has ended, or has nothing open with which it could write, as
+        one that only asked whether it may."""
+        if held is None or held.writer is None or not held.at_work:
+            return held is not None and held.writer is not None
+        try:
+            async with asyncio.timeout(WRITER_SECONDS):
+                return await _WRITERS.call(held.writer.has_closed, number)
+        except TimeoutError:
+            return False
+
+    async def _conclude(
+        self, known: Known, seen: Verdict, held: KernelLease | None, *, over: bool
+    ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
         while there is a lease."""
         device = known.device
@@ -165,9 +199,9 @@ class Checks:
             known.cluster = answer = await self.executor.mirror.ask(image, part=device.part)
             entry = with_cluster(entry, answer.known, seen)
         turn = Turn(known, entry, seen)
-        held = self.executor.held(device)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
+        writing = held is not None and held.at_work > 0
         steps = lease.conclude(
             has_content=seen.has_content,
             blank=blank,
@@ -177,13 +211,17 @@ class Checks:
             permitted=entry.permitted > 0,
             earlier=bool(entry.earlier_by),
             by_pod=raw_block.gave(entry.permitted_by),
+            over=over,
+            writing=writing,
+            nobody=held is not None and held.writer is None,
+            allowed=known.allowed,
         )
         await self.executor.carry_out(steps, turn)
         # Of a blank device the cluster is asked later: until then the last look's answer holds.
         before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
         known.missing = missing(known, turn.entry) or before
         if held is None or expired:
-            return None
+            return OVERDUE_CHECK_SECONDS if writing and not seen.has_content else None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
 
     async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:

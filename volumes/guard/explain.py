@@ -30,6 +30,7 @@ def unwatched(probed: dict[str, Any], denials: list[dict[str, Any]]) -> dict[str
         "persistent_volume": None,
         "raw_block": False,
         "may_be_formatted": False,
+        "formatted_by": 0,
         "reasons": denials[-1]["reasons"] if denials else [],
     }
 
@@ -74,6 +75,8 @@ def page(
         yield "  writing    a pod has it as a raw block volume: allowed while it is published"
     elif device["may_be_formatted"]:
         yield "  formatting allowed now: it has a lease"
+    elif device["formatted_by"]:
+        yield f"  formatting process {device['formatted_by']} is at it; any other is refused"
     else:
         yield f"  formatting {_verdict(mode)}"
     for reason in device["reasons"]:
@@ -201,6 +204,8 @@ def _next_step(
         return "Nothing: its pod writes to it, as its user asked for"
     if device["may_be_formatted"]:
         return "Nothing: kubelet formats it at its next try"
+    if device["formatted_by"]:
+        return f"Wait: process {device['formatted_by']} formats it now. Then run this again"
     watched = device.get("watched", True)
     seen = device["verdict"]
     if seen is None:

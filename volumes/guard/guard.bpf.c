@@ -3,14 +3,12 @@
 // device node by any process below it: 1 allows the open, 0 makes it fail with EPERM.
 //
 // A write open of a guarded block device passes only
-//   1. while the device has an unexpired lease (it was found blank, or an operator allowed it),
-//   2. for a named program that mounts, checks or grows a file system, or connects the device,
-//   3. for a named program with a named command (cryptsetup luksOpen), and without a word among its
-//      arguments that never passes (luksFormat).
+//   1. for a named program that mounts, checks or grows a file system, or connects the device,
+//   2. for a named program with a named command (luksOpen), and without a word that never passes (luksFormat),
+//   3. for the first process that needs the device's lease, until it expires (found blank, or by an operator's word).
 // With a scope, so is each device judged that is not the node's own: a disk that appears, from its first moment.
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
-// Nothing here waits, and nothing here needs the agent to be alive. It reads a task by the kernel's own type
-// information (BTF).
+// Nothing here waits, and nothing here needs the agent to be alive. It reads a task by the kernel's types (BTF).
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>
@@ -30,8 +28,9 @@ enum { ALLOWED = 1, NEVER, TAKES_VALUE };   // of a word: a command; one that ne
 
 struct mm_struct { unsigned long arg_start, arg_end; } __attribute__((preserve_access_index));
 struct task_struct {
-	struct task_struct *real_parent;
+	struct task_struct *real_parent, *group_leader;
 	struct mm_struct *mm;
+	__u64 start_boottime;
 	int tgid;
 	char comm[NAME];
 } __attribute__((preserve_access_index));
@@ -39,6 +38,7 @@ struct task_struct {
 struct device { __u32 major, minor; };
 // CLOCK_MONOTONIC; opens let pass; for the agent; how long the lease holds without a beat of an agent, 0: to its end
 struct lease { __u64 until_ns, opens, diskseq, grace_ns; };
+struct writer { __u64 started_ns, pid; };   // a process: its number may be another's later. Without a pid: everybody
 struct backing_dev_info { char dev_name[64]; } __attribute__((preserve_access_index));
 struct word { char name[NAME], text[WORD]; };
 struct caller { struct device dev; __u64 cgroup; char name[NAME]; };
@@ -57,10 +57,11 @@ MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
 MAP(scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);   // the mode for devices that are neither guarded nor own
 MAP(own, BPF_MAP_TYPE_HASH, struct device, struct device, 4096);   // the node's own, each with its disk
 MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
+MAP(writers, BPF_MAP_TYPE_HASH, struct device, struct writer, 4096);   // to whom the lease belongs
 MAP(beats, BPF_MAP_TYPE_ARRAY, __u32, __u64, 1);   // when an agent was last alive
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
 MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 512);
-MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u64, 1024);  // processes that passed by rule 3, and when
+MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u64, 1024);  // processes that passed by rule 2, and when
 MAP(callers, BPF_MAP_TYPE_LRU_HASH, struct caller, struct heard, 1024);
 MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
 struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 256 * 1024); } events SEC(".maps");
@@ -184,15 +185,30 @@ static __always_inline void report(struct device *dev, struct task_struct *task,
 	bpf_ringbuf_submit(e, 0);
 }
 
-static __always_inline int holds(struct lease *lease)
+// Counts whoever opens the device while it has a lease: a named program may write, too.
+static __always_inline int is_leased(struct device *dev)
 {
+	struct lease *lease = bpf_map_lookup_elem(&leases, dev);
 	__u64 now = bpf_ktime_get_ns(), *beat;
 	__u32 zero = 0;
 
-	if (now >= lease->until_ns)
+	if (!lease || now >= lease->until_ns)
 		return 0;
 	beat = bpf_map_lookup_elem(&beats, &zero);
-	return !lease->grace_ns || (beat && now < *beat + lease->grace_ns);
+	if (lease->grace_ns && (!beat || now >= *beat + lease->grace_ns))
+		return 0;
+	return __sync_fetch_and_add(&lease->opens, 1), 1;
+}
+
+// The first that asks gets the lease. Its threads are the same process, and so is what it executes; a child is another.
+static __always_inline int is_writer(struct device *dev, struct task_struct *task)
+{
+	struct writer asks = { .pid = bpf_get_current_pid_tgid() >> 32 }, *first;
+
+	BPF_CORE_READ_INTO(&asks.started_ns, task, group_leader, start_boottime);
+	bpf_map_update_elem(&writers, dev, &asks, BPF_NOEXIST);
+	first = bpf_map_lookup_elem(&writers, dev);
+	return first && (!first->pid || (first->pid == asks.pid && first->started_ns == asks.started_ns));
 }
 
 // A new disk takes its number away from what had it. The numbers of that one's partitions stay, so they count only
@@ -211,9 +227,7 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 	struct task_struct *task;
 	char name[NAME] = {};
 	__u32 zero = 0, pid, *mode;
-	struct lease *lease;
-	int guarded;
-	__u64 now;
+	__u64 now, guarded, leased;
 
 	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
 	    !((ctx->access_type >> 16) & BPF_DEVCG_ACC_WRITE))
@@ -229,11 +243,7 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 		if (!mode || *mode == MODE_OFF || is_own(&dev))
 			return 1;
 	}
-	lease = bpf_map_lookup_elem(&leases, &dev);
-	if (lease && holds(lease)) {
-		__sync_fetch_and_add(&lease->opens, 1);
-		return count(BY_LEASE, 1);
-	}
+	leased = is_leased(&dev);
 	task = (struct task_struct *)bpf_get_current_task();
 	BPF_CORE_READ_INTO(&name, task, comm);
 	if (bpf_map_lookup_elem(&openers, name))
@@ -245,6 +255,8 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 			bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
 		return count(BY_WORD, 1);
 	}
+	if (leased && is_writer(&dev, task))
+		return count(BY_LEASE, 1);
 	report(&dev, task, name, *mode);
 	return *mode == MODE_ENFORCE ? count(DENIED, 0) : count(WOULD_DENY, 1);
 }
@@ -274,6 +286,7 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 	if (colons != 1)
 		return 0;
 	bpf_map_delete_elem(&leases, number);
+	bpf_map_delete_elem(&writers, number);
 	bpf_map_delete_elem(&own, number);
 	opened = bpf_map_lookup_elem(&connecting, &pid);
 	if (opened && bpf_ktime_get_ns() - *opened < 60 * SECOND)

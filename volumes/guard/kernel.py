@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import kit.errors
 import kit.files
-from linux import bpf, mountinfo
+from linux import bpf, mountinfo, procfs
 from volumes import settings
 from volumes.guard import pins
 
@@ -36,6 +36,8 @@ COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
+_WRITER = struct.Struct("=QQ")
+_EVERYBODY = _WRITER.pack(0, 0)
 _EVENT = struct.Struct("=QQ6I16s16s256s")
 _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
@@ -101,14 +103,21 @@ def task_text(raw: bytes) -> str:
 @dataclass(frozen=True)
 class KernelLease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
-    that it let pass; the kernel checks one open twice, so 0 means that nothing was opened.
+    while it held, whoever asked; the kernel checks one open twice. 0: nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
-    program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end."""
+    program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end.
+    ``writer``: the first that used it; None: nobody yet, or everybody may."""
 
     until: float
     opens: int
     diskseq: int = 0
     grace: float = 0.0
+    writer: procfs.StartedProcess | None = None
+
+    @property
+    def at_work(self) -> int:
+        """The writer's pid until it ends; 0: none."""
+        return self.writer.pid if self.writer is not None and not self.writer.has_ended() else 0
 
     def pack(self) -> bytes:
         until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
@@ -381,17 +390,10 @@ class Kernel:
                 if (kind := self.maps["words"].get(key))
             ),
             leases=self.leases(),
-            counters=self._counters(),
+            counters=_counters(self.maps["counters"]),
             pinned=(self.pins / "program").exists()
             and not (self.ends_with_disk and not (self.pins / pins.DISKS).exists()),
         )
-
-    def _counters(self) -> dict[str, int]:
-        found = {}
-        for index, name in enumerate(COUNTERS):
-            raw = self.maps["counters"].get(struct.pack("=I", index)) or b""
-            found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
-        return found
 
     # --- changing
 
@@ -424,12 +426,15 @@ class Kernel:
                     self._keep(program, maps)
                     for name in ("leases", "own"):
                         _take_over(self.maps.get(name), maps[name])
+                    if "writers" not in self.maps:  # leases of a program with which they had none
+                        for key in maps["leases"].snapshot():
+                            maps["writers"].set(key, _EVERYBODY)
                     judges = _mode(self.maps.get("scope")).number
                     maps["scope"].set(struct.pack("=I", 0), struct.pack("=I", judges))
                     program.attach(fd)
                     # Both programs guard, and both keep their maps. So what only the earlier one
                     # has came from an open, or is a disk, that the later one did not see.
-                    for name in ("connecting", "devices"):
+                    for name in ("connecting", "devices", "writers"):
                         _take_over(self.maps.get(name), maps[name])
                 keep = program.info().id
             for old, info in ours:
@@ -548,12 +553,23 @@ class Kernel:
     # --- leases
 
     def reserve(self, number: Number, diskseq: int | None) -> None:
-        """A lease that has ended already, unless there is one. A new disk takes it away, and then
-        ``grant`` fails. RefusedError when nothing is attached."""
-        with self._hold, contextlib.suppress(FileExistsError):
-            self._attached()["leases"].set(
-                _key(number), KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
-            )
+        """A lease that has ended already and belongs to nobody, unless there is one that holds. A
+        new disk takes it away, and then ``grant`` fails. RefusedError when nothing is attached."""
+        with self._hold:
+            leases, key = self._attached()["leases"], _key(number)
+            with contextlib.suppress(FileExistsError):
+                leases.set(key, KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW)
+            raw = leases.get(key)
+            if raw is None or KernelLease.unpack(raw).until <= time.monotonic():
+                self.free(number)
+
+    def free(self, number: Number, *, everybodys: bool = False) -> None:
+        """The lease belongs to who uses it next, or to everybody until its end."""
+        with self._hold:
+            if "writers" in self.maps and everybodys:
+                self.maps["writers"].set(_key(number), _EVERYBODY)
+            elif "writers" in self.maps:
+                self.maps["writers"].delete(_key(number))
 
     def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
@@ -603,6 +619,7 @@ class Kernel:
                 return None
             raw = self.maps["leases"].get(key)
             self.maps["leases"].delete(key)
+            self.free(number)
         return KernelLease.unpack(raw) if raw else None
 
     def held_back(self, caller: bytes) -> int:
@@ -619,8 +636,19 @@ class Kernel:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    found[_number(key)] = KernelLease.unpack(raw)
+                    writer = self.maps["writers"].get(key) if "writers" in self.maps else None
+                    task = procfs.StartedProcess(*_WRITER.unpack(writer or _EVERYBODY))
+                    lease = KernelLease.unpack(raw)
+                    found[_number(key)] = replace(lease, writer=task if task.pid else None)
         return found
+
+
+def _counters(held: bpf.Map) -> dict[str, int]:
+    found = {}
+    for index, name in enumerate(COUNTERS):
+        raw = held.get(struct.pack("=I", index)) or b""
+        found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+    return found
 
 
 def _mode(held: bpf.Map | None) -> Mode:

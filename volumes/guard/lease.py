@@ -182,22 +182,28 @@ def grace_seconds(driver: str, ends_with_disk: bool) -> float:
 
 
 def undisputed(
-    first: Verdict, *, leased: bool, attached: bool, asked: bool
+    first: Verdict, *, leased: bool, attached: bool, asked: bool, writer: int = 0
 ) -> tuple[str, ...] | None:
     """The reasons against a format when the first probe settles it; None: ask every source.
 
+    ``writer``: the process at work to which the lease belongs, or did until it expired; 0: none.
     ``asked``: somebody tried to write, or the device is new. A lease that ended unused is given
     again only then.
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
-    if leased:
-        return ()
+    if writer or leased:
+        return at_work(writer)
     if not attached:
         return ("the guard is not attached",)
     if not asked:
         return ("its lease ended unused; the next attempt to write gets a new one",)
     return None
+
+
+def at_work(writer: int) -> tuple[str, ...]:
+    """The reason against a format by another process than the writer, which may be none."""
+    return (f"process {writer} formats it now: wait for its end",) if writer else ()
 
 
 def refusals(evidence: Evidence, policy: LeasePolicy) -> tuple[str, ...]:
@@ -297,13 +303,14 @@ class Step(enum.Enum):
     CONFIRM = enum.auto()  # still the same attachment; otherwise revoke the lease and stop here
     RESERVE = enum.auto()  # a lease that has ended: a new disk takes it away in the kernel
     GRANT = enum.auto()  # the lease in the kernel, if the reserved one is still there
+    FREE = enum.auto()  # the lease belongs to the next process that uses it
     SHORTEN = enum.auto()  # the lease ends in LINGER_SECONDS
     REVOKE = enum.auto()
     RECORD_CONTENT = enum.auto()
     CLOSE_PERMISSION = enum.auto()  # it was not used
 
 
-# A program that makes a file system may open the device again after its mark is there.
+# Of a lease that an agent before this one gave, nobody knows the writer, which may open it again.
 LINGER_SECONDS = 5.0
 
 GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Step.GRANT)
@@ -359,6 +366,10 @@ def conclude(
     permitted: bool,
     earlier: bool,
     by_pod: bool = False,
+    over: bool = False,
+    writing: bool = False,
+    nobody: bool = False,
+    allowed: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
 
@@ -369,13 +380,22 @@ def conclude(
     no count closes: a pod that opened the device once may go on writing without another open.
     ``earlier``: another permission was open when this one was given. It stays open, so the lease
     goes first: were the agent killed in between, its count would close that one, too.
+
+    The kernel gives the lease to the first process that writes. ``over``: that one had ended before
+    the probe, or closed the device; ``writing``: it is there after it, and may open the device
+    again, as programs do that make a file system. ``nobody``: no such process is known.
+    ``allowed``: by an operator, whatever is there: each try passes.
     """
     closable = permitted and not by_pod
     if has_content:
-        end = (Step.REVOKE if expired else Step.SHORTEN,) if leased else ()
+        end = (Step.REVOKE,) if leased and (expired or not writing) else ()
+        if end and nobody and opens and not expired:
+            end = (Step.SHORTEN,)
         return (Step.RECORD_CONTENT, Step.MIRROR, *end)
     if not leased or not expired:
-        return ()
+        return (Step.FREE,) if leased and over and (blank or allowed) else ()
+    if writing:
+        return ()  # it goes on writing after the lease, so nobody else gets one
     if opens == 0 and closable and blank:
         if earlier:
             return (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)

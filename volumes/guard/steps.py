@@ -39,6 +39,7 @@ class Known:
     reasons: tuple[str, ...] | None = None
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
+    writer: int = 0  # the process that formats it now; 0: none
     doubt: Doubt = field(default_factory=Doubt)
     pace: Pace = field(default_factory=Pace)
     allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
@@ -78,7 +79,7 @@ class Turn:
     seen: Verdict | None = None
     by: str = ""
     seconds: float = 0.0  # of the lease, for GRANT
-    alone: bool = False  # the lease holds to its end without an agent, too
+    by_pod: bool = False  # the lease is everybody's, and holds to its end without an agent, too
 
 
 class Executor:
@@ -141,16 +142,19 @@ class Executor:
                     self.attached().reserve(device.number, device.diskseq)
                 case Step.GRANT:
                     until = time.monotonic() + turn.seconds
-                    grace = 0.0 if turn.alone else self.grace(device)
+                    grace = 0.0 if turn.by_pod else self.grace(device)
                     self.attached().grant(device.number, until, device.diskseq, grace)
+                    if turn.by_pod:
+                        self.attached().free(device.number, everybodys=True)
                     self.beat()
                     self.granted += 1
+                case Step.FREE:
+                    self.attached().free(device.number)
                 case Step.SHORTEN:
                     until = time.monotonic() + lease.LINGER_SECONDS
                     until = min(self.until(device) or 0.0, until)
-                    if self.leases is not None:
-                        grace = self.grace(device)
-                        self.leases.grant(device.number, until, device.diskseq, grace)
+                    grace = self.grace(device)
+                    self.attached().grant(device.number, until, device.diskseq, grace)
                 case Step.REVOKE:
                     self.revoke(device.number)
                 case Step.RECORD_CONTENT:

@@ -11,6 +11,7 @@ import pytest
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
 from volumes.audit import status
+from volumes.audit.inventory import holders
 
 pytestmark = pytest.mark.real
 
@@ -216,6 +217,36 @@ async def test_lazy_unmount_of_a_partition_names_the_user(stage: Stage) -> None:
     async with watching(stage, settings(stage)) as watch:
         stages.run("umount", "-l", target)
         assert (await watch.finding(device, "leaked-mount"))["pid"] == pid
+
+
+async def test_a_loop_device_on_a_file_of_the_volume_is_named(stage: Stage) -> None:
+    """Also after a lazy unmount, when the file's path says nothing."""
+    device = stage.loop()
+    target = stage.mount(device, stage.folder / "mnt")
+    stages.run("truncate", "-s", "4M", target / "disk.img")
+    above = stage.attach(target / "disk.img")
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", "-l", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert f"loop device {above} keeps its file system in use" in found["message"]
+        assert f"'losetup -d /dev/{above}'" in found["advice"]
+        stages.run("losetup", "-d", f"/dev/{above}")
+        await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
+
+
+def test_a_loop_device_that_kubelet_left_on_a_raw_block_volume_is_a_user(stage: Stage) -> None:
+    device = stage.loop(fs=None)
+    bound = stage.folder / "publish"
+    bound.touch()
+    stages.run("mount", "--bind", f"/dev/{device}", bound)
+    stage._undo.append(lambda: stages.run("umount", "-l", bound, check=False))
+    above = stage.attach(bound)
+    stages.run("umount", "-l", bound)
+    rdev = os.stat(f"/dev/{device}").st_rdev
+    number = os.major(rdev), os.minor(rdev)
+    (user,) = holders.users(holders.Processes("/proc", ""), "/proc", {number}, set())
+    stages.run("losetup", "-d", f"/dev/{above}")  # its file has no path any more, so no other does
+    assert (user.owner.label, user.device) == (f"loop device {above}", number)
 
 
 async def test_proper_unmount_leaves_no_trouble(stage: Stage) -> None:

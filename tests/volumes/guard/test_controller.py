@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import kit.files
 from linux import blockdev as blockdev_of_linux
+from linux import bpf
 from tests.testbed import blockdev, cell, constants, grave, waiting
 from tests.volumes.guard import hammer
 from tests.volumes.guard.world import witness
@@ -63,17 +65,22 @@ def test_a_lease_of_a_disk_that_stays_ends_soon_after_its_agent(
     blockdev.run("mkfs.ext4", "-q", str(other))
     before = blockdev.sha256(other)
 
-    def opens() -> bool:
+    def opens(device: str) -> bool:
+        rdev = os.stat(device).st_rdev
+        guard = where.guard()
+        guard.read()
+        guard.free((os.major(rdev), os.minor(rdev)))  # else the last one has the lease
+        guard.close()
         return where.run("sh", "-c", f"exec 3<>{device}").returncode == 0
 
     with cell.agent(tmp_path, where) as agent, blockdev.loop(blank) as device:
-        waiting.until(opens, 10, "the lease")
+        waiting.until(lambda: opens(device), 10, "the lease")
         time.sleep(lease.GRACE_SECONDS + lease.BEAT_SECONDS)
-        assert opens(), "a living agent keeps it"
+        assert opens(device), "a living agent keeps it"
         agent.kill()
         blockdev.run("losetup", "-d", device)
         blockdev.run("losetup", device, str(other))
-        waiting.until(lambda: not opens(), 2 * lease.GRACE_SECONDS, "the end of the lease")
+        waiting.until(lambda: not opens(device), 2 * lease.GRACE_SECONDS, "the end of the lease")
         guard = where.guard()
         number = os.stat(device).st_rdev
         held = guard.read().leases[os.major(number), os.minor(number)]
@@ -154,6 +161,7 @@ _SHAPES = {
               "scope, BPF_MAP_TYPE_ARRAY, __u32, __u32, 2)"),
     "own": ("struct device, struct device, 4096)", "struct device, struct device, 2048)"),
     "leases": ("struct lease, 4096)", "struct lease, 2048)"),
+    "writers": ("struct writer, 4096)", "struct writer, 2048)"),
     "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
     "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
     "words": ("struct word, __u8, 512)", "struct word, __u8, 1024)"),
@@ -183,8 +191,9 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     where_now.reserve_own([held])
     where_now.judge(kernel.Mode.DRY_RUN, {held: held})
     where_now.maps["devices"].set(struct.pack("=II", *stacked), b"\1")
-    connects = where_now.maps["connecting"]  # as if this process had run cryptsetup luksOpen
-    connects.set(struct.pack("=I", os.getpid()), struct.pack("=Q", time.monotonic_ns()))
+    connects, pid = where_now.maps["connecting"], struct.pack("=I", os.getpid())
+    # As if this process had run cryptsetup luksOpen.
+    connects.set(pid, struct.pack("=Q", time.monotonic_ns()))
     with (
         hammer.hammer(where, device, "mkfs.ext4") as bad,
         hammer.hammer(where, device, "mount") as good,
@@ -198,6 +207,8 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
                 assert {stacked, number} <= guard.read().devices, version
             assert present.judges is kernel.Mode.DRY_RUN, version
             assert guard.maps["own"].get(struct.pack("=II", *held)), version
+            assert guard.maps["connecting"].get(pid), version
+            guard.maps["connecting"].set(pid, struct.pack("=Q", time.monotonic_ns()))  # for 60 s
             seen.add(present.programs[0].id)
             guard.close()
         bad_opened, bad_refused = bad()
@@ -206,6 +217,54 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     assert len(seen) == 2 * (len(shapes) + 2), "every step replaced the program"
     assert (bad_opened, good_refused) == (0, 0)
     assert bad_refused > 1000 and good_opened > 1000
+
+
+def test_leases_of_a_program_without_writers_stay_everybodys(
+    where: cell.Cell, device: str, tmp_path: Path
+) -> None:
+    """As they were given: a raw block volume's pod goes on. A lease from now on has a first."""
+    enforce = kernel.wanted(
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
+    )
+    earlier = _rebuilt(
+        tmp_path, "earlier",
+        ("MAP(writers, BPF_MAP_TYPE_HASH, struct device, struct writer, 4096);", ""),
+        ("\tbpf_map_delete_elem(&writers, number);\n", ""),
+        ("leased && is_writer(&dev, task)", "leased"),
+        ("bpf_map_update_elem(&writers, dev, &asks, BPF_NOEXIST);", ""),
+        ("bpf_map_lookup_elem(&writers, dev)", "0"),
+    )  # fmt: skip
+    where.guard().detach()
+    rdev = os.stat(device).st_rdev
+    number = os.major(rdev), os.minor(rdev)
+
+    def writes() -> list[bool]:
+        done = (where.run("sh", "-c", f"exec 3<>{device}").returncode for _ in range(2))
+        return [code == 0 for code in done]
+
+    with (
+        bpf.loaded(earlier, kernel.PROGRAM, {}) as (program, maps),
+        kit.files.closing(os.open(where.path, os.O_RDONLY)) as cgroup,
+    ):
+        assert "writers" not in maps
+        kernel.fill(maps, enforce)
+        held = kernel.KernelLease(time.monotonic() + 600, 0, 1)
+        maps["leases"].set(struct.pack("=II", *number), held.pack())
+        program.attach(cgroup)
+        for each in (program, *maps.values()):
+            each.close()
+    assert writes() == [True, True]
+    guard = where.guard()
+    guard.apply(enforce)
+    assert writes() == [True, True] and guard.leases()[number].writer is None
+    guard.reserve(number, 1)
+    assert writes() == [True, False]
+    writer = guard.leases()[number].writer
+    guard.close()
+    guard = where.guard(_rebuilt(tmp_path, "shape", _SHAPES["writers"]))
+    guard.apply(enforce)  # another upgrade: the lease is still that process's
+    assert writes() == [False, False] and guard.leases()[number].writer == writer
+    guard.detach()
 
 
 @contextlib.contextmanager

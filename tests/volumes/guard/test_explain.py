@@ -234,3 +234,10 @@ def test_without_an_agent_nobody_permits_and_nobody_looks_again() -> None:
     assert "it needs an agent" in step
     _, step = page(known(BLANK, missing="ext4 u1"), HELD, agent=False)
     assert "Do not format" in step and "Start the agent" not in step
+
+
+@pytest.mark.parametrize("seen", [BLANK, Verdict(Kind.UNKNOWN_CONTENT), EXT4])
+def test_a_format_at_work_is_not_called_refused(seen: Verdict) -> None:
+    text, following = page(known(seen, writer=7))
+    assert "formatting process 7 is at it; any other is refused" in text
+    assert following == "Next: Wait: process 7 formats it now. Then run this again"

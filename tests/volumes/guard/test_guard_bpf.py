@@ -1,12 +1,15 @@
 """What the kernel refuses and what it never hinders, whoever asks and from wherever."""
 
+import contextlib
 import os
 import shutil
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -243,29 +246,160 @@ def test_reads_and_other_majors_are_not_counted(guarded: cell.Cell, device: str)
     guard.close()
 
 
-def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> None:
-    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
-    with blockdev.loop(image) as device:
+class Leased(NamedTuple):
+    device: str
+    number: kernel.Number
+    guard: kernel.Kernel
+
+
+@contextlib.contextmanager
+def _leased(where: cell.Cell, folder: Path, size: int = SIZE) -> Iterator[Leased]:
+    """A blank device that has a lease, longer than any mkfs."""
+    with blockdev.loop(blockdev.blank(folder / "leased", size)) as device:
         rdev = os.stat(device).st_rdev
         number = os.major(rdev), os.minor(rdev)
-        guard = guarded.guard()
+        guard = where.guard()
         guard.read()
-        assert guarded.run("mkfs.ext4", "-q", device).returncode != 0
-        guard.reserve(number, None)
-        guard.grant(number, time.monotonic() + 600, None)  # longer than any mkfs
+        try:
+            guard.reserve(number, None)
+            guard.grant(number, time.monotonic() + 600, None)
+            yield Leased(device, number, guard)
+        finally:
+            guard.revoke(number)
+            guard.close()
+
+
+def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> None:
+    with _leased(guarded, tmp_path) as (device, number, guard):
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         used = guard.leases()[number].opens
         assert used > 0
         guard.grant(number, time.monotonic() + 600, None)
         assert guard.leases()[number].opens >= used, "a renewal keeps what the kernel counted"
-        guard.grant(number, time.monotonic() + 1, None)  # and nobody touches it any more
-        waiting.until(
-            lambda: guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0,
-            10, "the lease to end",
-        )  # fmt: skip
+        guard.grant(number, time.monotonic() - 1, None)
+        guard.free(number)
+        assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
         assert number in guard.leases(), "it ended by itself"
+
+
+FORMATTERS = {
+    "mkfs -t ext4": ("mkfs", "-t", "ext4", "-F"),  # it executes the other one
+    "mkfs.ext4": ("mkfs.ext4", "-F", "-m0", "-Enodiscard,lazy_itable_init=1"),
+    "mkfs.xfs": ("mkfs.xfs", "-f"),
+    "mkfs.btrfs": ("mkfs.btrfs", "-f"),
+    "mkswap": ("mkswap",),
+    "luksFormat": WRITERS["luksFormat"],
+}
+
+
+@pytest.mark.parametrize("name", FORMATTERS)
+def test_a_formatter_may_open_the_device_again_and_the_next_may_not(
+    guarded: cell.Cell, tmp_path: Path, name: str
+) -> None:
+    with _leased(guarded, tmp_path) as (device, _, _guard):
+        first = guarded.run(*FORMATTERS[name], device)
+        assert first.returncode == 0, first.stderr
+        for _ in range(20):
+            with grave.missing_denial():
+                assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        assert guarded.run("fsck", "-a", device).returncode in (0, 4, 8), "an opener may"
+
+
+# Opens the device and says so; at each line it is told, it opens it once more or writes.
+_FIRST = """
+import os, sys, threading
+device, held = sys.argv[1], []
+def opens():
+    try:
+        held.append(os.open(device, os.O_RDWR)); print("opened", flush=True)
+    except PermissionError:
+        print("EPERM", flush=True)
+opens()
+for line in sys.stdin:
+    match line.strip():
+        case "open": opens()
+        case "thread": t = threading.Thread(target=opens); t.start(); t.join()
+        case "child":
+            if os.fork() == 0: opens(); os._exit(0)
+            os.wait()
+        case "inherit":
+            if os.fork() == 0:
+                os.pwrite(held[0], b"child", 0); os.fsync(held[0])
+                print("wrote", flush=True); os._exit(0)
+            os.wait()
+        case "exec": os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+"""
+
+
+def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path) -> None:
+    """While it is at work and after it, until the agent gives the lease to the next."""
+    with _leased(guarded, tmp_path) as (device, number, guard):
+        assert guarded.run("fsck.ext4", "-n", device).returncode == 8, "an opener is no writer"
+        first = guarded.popen(sys.executable, "-c", _FIRST, device)
+        assert first.stdin is not None and first.stdout is not None
+
+        def told(line: str) -> str:
+            assert first.stdin is not None and first.stdout is not None
+            print(line, file=first.stdin, flush=True)
+            return first.stdout.readline().strip()
+
+        assert first.stdout.readline() == "opened\n"
+        for _ in range(20):
+            assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        ways = ("open", "thread", "child", "inherit", "exec", "open")
+        assert [told(way) for way in ways] == [
+            *("opened", "opened", "EPERM", "wrote", "opened", "opened"),
+        ]
+        writer = guard.leases()[number].writer
+        assert writer is not None and writer.pid == first.pid and not writer.has_ended()
+        assert not writer.has_closed(number)
+        # Another process with its number, later.
+        guard.maps["writers"].set(
+            struct.pack("=II", *number), struct.pack("=QQ", writer.started - 10**7, writer.pid)
+        )
+        assert told("open") == "EPERM"
+        other = guard.leases()[number].writer
+        assert other is not None and other.has_ended()
+        guard.maps["writers"].set(
+            struct.pack("=II", *number), struct.pack("=QQ", writer.started, writer.pid)
+        )
+        first.kill()
+        first.communicate()
+        assert writer.has_ended()
+        assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        guard.free(number)
+        assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+
+
+def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:
+    with _leased(guarded, tmp_path) as (device, number, guard):
+        assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
+        guard.free(number, everybodys=True)
+        for _ in range(3):
+            assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+        assert guard.leases()[number].writer is None
         guard.revoke(number)
-        guard.close()
+        guard.reserve(number, None)
+        guard.grant(number, time.monotonic() + 60, None)
+        done = [guarded.run("mkfs.ext4", "-q", "-F", device).returncode for _ in range(2)]
+        assert done[0] == 0 and done[1] != 0, "it has a first process again"
+
+
+def test_a_lease_that_holds_stays_its_writers_when_another_is_given(guarded: cell.Cell) -> None:
+    """An operator permits while a formatter is at work."""
+    guard = guarded.guard()
+    guard.read()
+    number = 7, 999_999
+    guard.reserve(number, 5)
+    guard.grant(number, time.monotonic() + 60, 5)
+    guard.maps["writers"].set(struct.pack("=II", *number), struct.pack("=QQ", 1, 2))
+    guard.reserve(number, 5)
+    assert guard.leases()[number].writer == (1, 2)
+    guard.grant(number, 0.0, 5)
+    guard.reserve(number, 5)
+    assert guard.leases()[number].writer is None, "it had ended"
+    guard.revoke(number)
+    guard.close()
 
 
 def test_lease_that_replaces_a_live_one_counts_as_used(guarded: cell.Cell) -> None:
@@ -304,14 +438,7 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
     guarded: cell.Cell, tmp_path: Path
 ) -> None:
     """The guard is called at open: an expired lease closes no descriptor, and opens none."""
-    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
-    with blockdev.loop(image) as device:
-        rdev = os.stat(device).st_rdev
-        number = os.major(rdev), os.minor(rdev)
-        guard = guarded.guard()
-        guard.read()
-        guard.reserve(number, None)
-        guard.grant(number, time.monotonic() + 60, None)
+    with _leased(guarded, tmp_path) as (device, number, guard):
         script = f"exec 3<>{device}; echo open; read go; echo x >&3 || exit 1; exec 4<>{device}"
         process = guarded.popen("sh", "-c", script)
         assert process.stdout is not None
@@ -319,11 +446,9 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
         assert process.stdout.readline() == "open\n"
         guard.grant(number, time.monotonic() - 1, None)  # expired, not revoked
         _, error = process.communicate("go\n", timeout=waiting.limit(20))
-        guard.revoke(number)
-        guard.close()
     assert process.returncode != 0
     assert "not permitted" in error
-    assert image.read_bytes()[:1] == b"x"
+    assert (tmp_path / "leased").read_bytes()[:1] == b"x"
 
 
 def test_cell_guards_only_itself(guarded: cell.Cell, tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
 """The layouts shared with the BPF program, and the settings in its terms."""
 
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from linux import blockdev
+import pytest
+
+from linux import blockdev, procfs
+from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import kernel
 
@@ -65,3 +71,47 @@ def test_leases_of_the_program_before_are_kept_at_an_upgrade() -> None:
     older = _Map(16)
     kernel._copy(after, older)  # type: ignore[arg-type]  # a stand-in for maps of two programs
     assert not older.values, "what does not fit is not cut"
+
+
+def _started(pid: int) -> procfs.StartedProcess:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return procfs.StartedProcess(ticks * 10**9 // os.sysconf("SC_CLK_TCK"), pid)
+
+
+def test_a_writer_has_ended_when_its_last_thread_has() -> None:
+    """Its first thread may end before that, and is a zombie then."""
+    script = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "ctypes.CDLL(None).pthread_exit(0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        started = _started(process.pid)
+        stat = Path(f"/proc/{process.pid}/stat")
+        waiting.until(lambda: ") Z " in stat.read_text(), 20, "the end of the first thread")
+        assert not started.has_ended()
+        assert started._replace(started=started.started - 10**9).has_ended(), "an earlier one"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert started.has_ended(), "a zombie"
+    assert started.has_ended()
+
+
+def test_a_writer_without_a_descriptor_of_the_device_has_closed_it(tmp_path: Path) -> None:
+    null = (1, 3)  # no block device
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        started = _started(process.pid)
+        assert started.has_closed((7, 4000))
+        assert started.has_closed(null), "another device with the number"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not started.has_closed((7, 4000)), "its first thread may be the only one to end"
+
+
+def test_of_another_pid_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's numbers are other processes here."""
+    gone = procfs.StartedProcess(1, 2**22 - 1)
+    assert gone.has_ended()
+    monkeypatch.setattr(procfs, "_HOST_PIDS", 1)
+    assert not gone.has_ended()
+    assert not procfs.StartedProcess(0, os.getpid()).has_closed((7, 4000))

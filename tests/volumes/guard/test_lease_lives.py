@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from linux import procfs
 from tests.testbed import examples
 from volumes.guard import kernel, lease
 from volumes.guard.lease import Step
@@ -25,7 +26,12 @@ class Killed(Exception):
     """The agent was killed between two steps."""
 
 
-UNFAILING = {Step.REVOKE, Step.SHORTEN, Step.MIRROR}  # a write to a map; a copy that may be missed
+UNFAILING = {
+    Step.REVOKE,
+    Step.FREE,
+    Step.SHORTEN,
+    Step.MIRROR,
+}  # a write to a map; a copy that may be missed
 
 
 class Broken(Exception):
@@ -50,6 +56,7 @@ class World:
     which knows the number only. The agent is killed and started at any time.
 
     ``known``: the attachment that the running agent has seen; ``agent`` False: none is running.
+    ``at_work``: the process to which the lease belongs has not ended.
     ``published``: kubelet gave the volume to a pod as a raw block volume; ``pod_open``: the pod has
     it open, and writes without another open.
     """
@@ -65,6 +72,8 @@ class World:
     known: lease.Attachment | None = None
     published: bool = False
     pod_open: bool = False
+    at_work: bool = False
+    second: int = 0  # writers after one that had ended and left nothing
     raw: bool = False  # as the running agent knows it
     by_pods: int = 0  # writes of pods
     taken_back: int = 0  # permissions that were not granted
@@ -163,21 +172,27 @@ class World:
                         raise Broken
                 case Step.RESERVE:
                     self.held = self.held or kernel.KernelLease(0.0, 0, seen[1] or 0)
+                    if self.held.until <= self.now:
+                        self.held = dataclasses.replace(self.held, writer=None)
                 case Step.GRANT:
                     # What may hold data by the world's own truth must never get a lease.
                     assert by != "auto" or not volume.written, self
                     if self.held is None:  # a new disk took the reservation away
                         raise Broken
-                    self.held = kernel.KernelLease(
-                        self.now + seconds, self.held.opens, seen[1] or 0
+                    self.held = dataclasses.replace(
+                        self.held, until=self.now + seconds, diskseq=seen[1] or 0
                     )
                     self.granted += 1
                     if fails:  # in the kernel all the same
                         raise Broken
+                case Step.FREE:
+                    assert not self.at_work, "somebody else's lease"
+                    assert self.held is None or not self.volume.written or self.volume.lies
+                    self.second += self.held is not None
+                    self.held = self.held and dataclasses.replace(self.held, writer=None)
                 case Step.SHORTEN:
                     until = min(self.held.until if self.held else 0, self.now + 5)
-                    opens = self.held.opens if self.held else 0
-                    self.held = kernel.KernelLease(until, opens, seen[1] or 0)
+                    self.held = self.held and dataclasses.replace(self.held, until=until)
                 case Step.REVOKE:
                     self.held = None
                 case Step.RECORD_CONTENT:
@@ -206,7 +221,10 @@ class World:
         if seen.has_content and volume.mirror and self.cluster_up:
             volume.entry = merge(volume.entry, volume.mirror)
         self.carry_out(self.concludes(seen), volume, attachment)
-        if lease.undisputed(seen, leased=self.leased, attached=True, asked=True) is not None:
+        writer = self.at_work and self.held is not None and self.held.writer is not None
+        if lease.undisputed(
+            seen, leased=self.leased, attached=True, asked=True, writer=int(writer)
+        ) is not None:  # fmt: skip
             return
         mirror, extents = self.ask()
         evidence = lease.Evidence(
@@ -219,12 +237,15 @@ class World:
 
     def concludes(self, seen: Verdict) -> tuple[Step, ...]:
         entry = self.volume.entry
+        writer = self.held is not None and self.held.writer is not None
         return lease.conclude(
             has_content=seen.has_content, blank=not seen.has_content,
             leased=self.held is not None,
             expired=self.held is not None and self.now > self.held.until + 1,
             opens=self.held.opens if self.held else 0, permitted=entry.permitted > 0,
             earlier=bool(entry.earlier_by), by_pod=raw_block.gave(entry.permitted_by),
+            over=writer and not self.at_work, writing=writer and self.at_work,
+            nobody=not writer,
         )  # fmt: skip
 
     def allow(self) -> None:
@@ -271,7 +292,13 @@ class World:
         if self.stale:
             assert not self.agent, "an agent that runs leaves no such lease"
             return False
-        self.held = dataclasses.replace(self.held, opens=self.held.opens + 2)
+        by_pod = raw_block.gave(self.volume.entry.permitted_by)
+        if self.held.writer is not None and not by_pod:
+            return True  # another process has the lease
+        self.held = dataclasses.replace(
+            self.held, opens=self.held.opens + 2, writer=procfs.StartedProcess(1, 1)
+        )
+        self.at_work = self.choose.random() < 0.3
         self.volume.written = self.volume.written or self.choose.random() < 0.8
         return True
 
@@ -303,7 +330,7 @@ class World:
     def event(self) -> bool:
         """False: the world ends, because what a dead agent cannot prevent has happened."""
         try:
-            match self.choose.randrange(14):
+            match self.choose.randrange(15):
                 case 0 | 1 | 2:
                     if self.agent:
                         self.check()
@@ -332,6 +359,8 @@ class World:
                     self.pod()
                 case 13 if self.agent:
                     self.allow()
+                case 14:
+                    self.at_work = False
             self.heard()
         except Killed:
             pass
@@ -346,10 +375,10 @@ def test_no_written_volume_gets_a_lease_in_many_lives() -> None:
     cluster that can be asked (and with nodes that know nothing).
 
     In half of them a new disk ends the lease of its number in the kernel. In the others one thing
-    is outside the promise (docs/guard.md, Limits): a number that passes to another volume while no
+    is outside the promise (docs/guard.md names it): a number that passes to another volume while no
     agent runs keeps its lease until the agent starts or the lease ends.
     """
-    granted = revoked = adopted = beyond = by_pods = taken_back = 0
+    granted = revoked = adopted = beyond = by_pods = taken_back = second = 0
     for seed in (seeds := examples.seeds(5_000)):
         choose = random.Random(seed)
         world = World(choose, cluster=choose.random() < 0.5, watched=choose.random() < 0.5)
@@ -361,10 +390,12 @@ def test_no_written_volume_gets_a_lease_in_many_lives() -> None:
         adopted += world.adopted
         by_pods += world.by_pods
         taken_back += world.taken_back
+        second += world.second
     # Without these in the lives, they would prove nothing.
     lives = len(seeds)
     assert granted > lives / 2, granted
     assert min(revoked, adopted, taken_back) > lives / 40, (revoked, adopted, taken_back)
+    assert second > lives / 100, second
     assert 0 < beyond < lives / 10 and by_pods > lives / 20, (beyond, by_pods)
 
 

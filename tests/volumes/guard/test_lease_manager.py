@@ -7,8 +7,11 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import kit.errors
 import kit.tasks
 from ceph.protocol import Extents
 from kit import processes
-from linux import blockdev
+from linux import blockdev, procfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from tests.volumes.guard.world import (
@@ -207,13 +210,143 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     world.did.clear()
     world.manager.schedule("rbd99")
     async with asyncio.timeout(waiting.limit(30)):
-        while "grant" not in world.did:
+        while "revoke" not in world.did:
             await asyncio.sleep(0.01)
-    assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
-    assert world.map[254, 99].until <= time.monotonic() + lease.LINGER_SECONDS
+    assert world.did == ["identify", "probe", "record ext4", "mirror", "revoke"]
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None
     assert (entry.type, entry.permitted) == ("ext4", 0.0)
+
+
+def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
+    """It opens the device under the lease, first of all."""
+    stat = Path(f"/proc/{process.pid}/stat").read_text()
+    started = int(stat.rpartition(")")[2].split()[19]) * 10**9 // os.sysconf("SC_CLK_TCK")
+    writer = procfs.StartedProcess(started, process.pid)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2, writer=writer)
+
+
+@pytest.fixture
+def formatter(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]:
+    """It has the device open."""
+    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_: False)
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        yield process
+        process.kill()
+
+
+async def test_the_lease_lasts_while_its_formatter_is_at_work(
+    world: World, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """It may open the device again when its mark is there."""
+    await world.checked()
+    uses(world, formatter)
+    known = await looked_again(world)
+    assert known.reasons == (f"process {formatter.pid} formats it now: wait for its end",)
+    assert status.describe_device(known, 0.0)["formatted_by"] == formatter.pid
+    world.verdict = EXT4
+    await looked_again(world)
+    assert world.map[254, 99].until - time.monotonic() > 60
+    formatter.kill()
+    os.waitid(os.P_PID, formatter.pid, os.WEXITED | os.WNOWAIT)  # a zombie has closed its files
+    assert (await looked_again(world)).writer == 0
+    assert (254, 99) not in world.map
+
+
+async def test_the_next_lease_waits_for_a_formatter_that_outlives_its_own(
+    world: World, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """Two would format at once."""
+    await world.checked()
+    uses(world, formatter)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    for _ in range(2):
+        known = await looked_again(world)
+        assert known.reasons == (f"process {formatter.pid} formats it now: wait for its end",)
+        assert world.map[254, 99].writer, "who it is stays known"
+    assert "rbd99" in world.manager._tasks, "nobody else asks for the next look"
+    formatter.kill()
+    formatter.wait()
+    await looked_again(world)
+    assert (254, 99) not in world.map or world.map[254, 99].writer is None
+
+
+@pytest.mark.parametrize("opened_again", [False, True])
+async def test_who_closed_the_device_leaves_the_lease_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, opened_again: bool
+) -> None:
+    """access(2) takes the lease, too: 'test -w DEVICE' in a shell that lives on."""
+    await world.checked()
+    probe = world.probe
+
+    async def slow(*words: str) -> Verdict:
+        if opened_again:
+            world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=3)
+        return await probe(*words)
+
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            uses(world, process)
+            monkeypatch.setattr(world, "probe", slow)
+            known = await looked_again(world)
+            assert (world.map[254, 99].writer is None) is not opened_again
+            assert bool(known.reasons) is opened_again
+        finally:
+            process.kill()
+
+
+async def test_an_operators_lease_is_for_every_try(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """The first left something that nobody recognises."""
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    uses(world, formatter)
+    formatter.kill()
+    formatter.wait()
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    await looked_again(world)
+    assert world.map[254, 99].writer is None
+
+
+async def test_content_under_a_lease_of_an_agent_that_knew_no_writers_leaves_it_five_seconds(
+    world: World,
+) -> None:
+    """Whoever opened the device may still be at work, and opens it again."""
+    await world.checked()
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2)
+    world.verdict = EXT4
+    await looked_again(world)
+    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+
+
+@pytest.mark.parametrize("over", [None, EXT4])
+async def test_a_formatter_that_left_nothing_leaves_the_lease_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]",
+    over: Verdict | None,
+) -> None:  # fmt: skip
+    """``over``: what an operator gave up, and is still there."""
+    await world.checked()
+    if over is not None:
+        world.verdict = over
+        monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+        monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    uses(world, formatter)
+    at_work = (f"process {formatter.pid} formats it now: wait for its end",)
+    assert (await looked_again(world)).reasons == at_work
+    assert world.map[254, 99].writer, "it is at work"
+    formatter.kill()
+    formatter.wait()
+    if over is None:
+        world.verdict = NO_ANSWER
+        await looked_again(world)
+        assert world.map[254, 99].writer, "nobody knows what it wrote"
+        world.verdict = BLANK
+    assert (await looked_again(world)).reasons == ()
+    assert world.map[254, 99].writer is None and world.map[254, 99].opens == 2
 
 
 async def behind_the_uevent(world: World) -> None:
@@ -261,7 +394,9 @@ async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> 
     world.did.clear()
     await published(world, True)
     await waiting.until_async(lambda: "mirror" in world.did, 5.0)
-    assert world.did == ["identify", "record permission", "reserve", "identify", "grant", "mirror"]
+    assert world.did == [
+        *("identify", "record permission", "reserve", "identify", "grant", "share", "mirror"),
+    ]
     assert world.map[254, 99].until == math.inf  # no agent is needed for it
     await published(world, False)
     await waiting.until_async(lambda: world.map == {}, 5.0)
@@ -351,7 +486,7 @@ async def test_count_of_opens_never_closes_a_permission_of_a_pod(world: World) -
 async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That check would end the lease in 5 s, because there is content."""
+    """That check would end the lease, because there is content."""
     world.verdict = EXT4
     await world.checked()
     at_last, probe = asyncio.Event(), world.probe
@@ -371,7 +506,7 @@ async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     at_last.set()
     await allowed
     await waiting.until_async(lambda: "rbd99" not in world.manager._checking, 5.0)
-    assert world.map[254, 99].until - time.monotonic() > lease.LINGER_SECONDS
+    assert world.map[254, 99].until - time.monotonic() > 60
 
 
 async def test_a_write_during_the_last_look_at_an_unused_lease_gets_a_lease_and_no_finding(
@@ -520,7 +655,7 @@ async def test_operators_permission_lasts_while_the_old_content_is_there(
         assert world.map[254, 99].until - time.monotonic() > 60
     world.verdict = dataclasses.replace(EXT4, uuid="new")
     await looked_again(world)
-    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+    assert (254, 99) not in world.map
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None
     assert (entry.uuid, entry.permitted) == ("new", 0.0)

@@ -1,5 +1,6 @@
 """The life of volumes under an enforcing agent: new ones, hanging ones, changed ones."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, waiting
+from tests.testbed import blockdev, cell, grave, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
@@ -41,8 +42,8 @@ def test_hanging_device_times_out_and_is_probed_once(
             90,
             "the stall",
         )
-        found = agent.cli_json("volume", "probe", disk.device)
-        assert found["verdict"] == "timeout", json.dumps(found)
+        done = agent.cli("volume", "probe", disk.device, "--json")
+        assert (done.returncode, json.loads(done.stdout)["verdict"]) == (5, "timeout"), done
 
         status = agent.get("/v1/volumes/guard")
         # Waiting for a page, a child can be killed; for the device itself, it cannot.
@@ -150,3 +151,73 @@ def test_denial_names_pod_and_process(where: cell.Cell, agent: Agent, tmp_path: 
     assert evidence["pid"].isdigit() and "has_fs ext4" in evidence["verdict"]
     metrics = agent.get("/metrics")
     assert 'nodeagent_volumes_guard_mode{mode="enforce"} 1.0' in metrics
+
+
+def _leased(agent: Agent, where: cell.Cell, device: str) -> None:
+    """As after the refused mkfs of a new volume."""
+    where.run("mkfs.ext4", "-q", "-F", device)
+    waiting.until(lambda: agent.guarded(device).get("may_be_formatted"), 10, "the lease")
+
+
+def _no_lease(agent: Agent) -> bool:
+    return not agent.get("/v1/volumes/guard")["leases"]
+
+
+def test_the_second_mkfs_is_refused_however_soon(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    for number in range(20):
+        with blockdev.loop(blockdev.blank(tmp_path / f"{number}", 64 * blockdev.MiB)) as device:
+            _leased(agent, where, device)
+            assert where.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+            with grave.missing_denial():
+                assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+            waiting.until(functools.partial(_no_lease, agent), 10, "the end of the lease")
+            assert where.run("fsck", "-a", device).returncode == 0
+
+
+def test_a_formatter_that_was_killed_early_leaves_the_lease_to_the_next(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    """And while it is at work, nobody else formats; the refusal says why."""
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        _leased(agent, where, device)
+        first = where.popen("sh", "-c", f"exec 3<>{device}; echo open; read end")
+        assert first.stdout is not None and first.stdout.readline() == "open\n"
+        assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        why = f"process {first.pid} formats it now: wait for its end"
+        waiting.until(
+            lambda: why in agent.guarded(device)["reasons"], 10, "the reason",
+            detail=lambda: agent.guarded(device),
+        )  # fmt: skip
+        agent.kill()
+        agent.start()  # it knows the first from the kernel
+        waiting.until(
+            lambda: why in agent.guarded(device).get("reasons", ()), 20, "the reason again",
+            detail=lambda: agent.guarded(device),
+        )  # fmt: skip
+        first.kill()
+        first.communicate()
+        waiting.until(
+            lambda: where.run("mkfs.ext4", "-q", "-F", device).returncode == 0, 15, "the next try",
+            detail=lambda: agent.guarded(device),
+        )  # fmt: skip
+        assert where.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+
+
+def test_who_only_asks_whether_it_may_write_leaves_the_lease_to_the_next(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    """access(2) is an open to the kernel's hook; the shell that asked lives on."""
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        _leased(agent, where, device)
+        first = where.popen("sh", "-c", f"test -w {device} && echo asked; read end")
+        assert first.stdout is not None and first.stdout.readline() == "asked\n"
+        try:
+            waiting.until(
+                lambda: where.run("mkfs.ext4", "-q", "-F", device).returncode == 0, 15, "mkfs",
+                detail=lambda: agent.guarded(device),
+            )  # fmt: skip
+        finally:
+            first.kill()
+            first.communicate()

@@ -1,6 +1,7 @@
 """Stand-ins for device, probe, cluster and kernel, around one LeaseManager."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ class World:
     def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
         self.did.append("reserve")
         self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
+
+    def free(self, number: blockdev.Number, *, everybodys: bool = False) -> None:
+        self.did.append("share" if everybodys else "free")
+        if number in self.map:
+            self.map[number] = dataclasses.replace(self.map[number], writer=None)
 
     def grant(
         self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0

@@ -36,7 +36,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process and its pod. ``started`` distinguishes it from a later one with the same pid."""
+    """A process and its pod. ``started`` distinguishes it from a later one with the same pid. One
+    without a pid is the loop device ``comm``."""
 
     pid: int
     started: int  # clock ticks since boot
@@ -50,6 +51,8 @@ class Owner:
 
     @property
     def label(self) -> str:
+        if not self.pid:
+            return f"loop device {self.comm}"
         who = f"pid {self.pid} ({self.comm})"
         if self.thread:
             who = f"thread {self.thread} of {who}"
@@ -84,11 +87,11 @@ class Space:
 
 @dataclass(frozen=True)
 class User:
-    """A process that keeps a file system or the device itself in use without a mount."""
+    """Who keeps a file system or the device itself in use without a mount."""
 
     owner: Owner
     device: blockdev.Number
-    ways: tuple[str, ...]  # fd 5, cwd, root, exe, map, device fd 7
+    ways: tuple[str, ...]  # fd 5, cwd, root, exe, map, device fd 7; /var/lib/disk.img
     namespace: int
 
 

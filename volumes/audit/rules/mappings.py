@@ -35,8 +35,11 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         return  # the advice to unmap would be wrong for a volume that a pod is waiting for
     for device in inventory.devices:
         # A device with users is not idle (mkfs, fsck, a raw reader); unmap-failing names them.
-        if not is_idle(inventory, device) or inventory.users_on(device):
+        # kubelet leaves a loop device on a raw block volume behind when the end of its pod fails.
+        users = inventory.users_on(device)
+        if not is_idle(inventory, device) or any(user.owner.pid for user in users):
             continue
+        loops = [user.owner.comm for user in users]
         volume = inventory.volume_of(device)
         record = (
             f"kubelet still has a record: {volume.staging}"
@@ -47,8 +50,11 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             subject=device.name,
             device=device.name,
             key=f"{device.diskseq}",
-            message=f"{device.label} is mapped, but not mounted and not used ({record})",
-            advice=(
+            message=f"{device.label} is mapped, but not mounted and not used"
+            + (f", except by loop device {kit.errors.some(loops)}" if loops else "")
+            + f" ({record})",
+            advice="".join(f"{mounting.detach(each)}. " for each in loops)
+            + (
                 "kubelet unmaps it once the volume's pod is gone; read kubelet's log for the volume"
                 if volume
                 else f"no pod will ask for it again: unmap it ('rbd unmap /dev/{device.name}'). "

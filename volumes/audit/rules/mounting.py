@@ -53,8 +53,7 @@ def leaked_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
                 "system is still live and no holder is visible",
                 advice="possible causes: data is still being written back; a process hangs in an "
                 "unmount; the kernel does not list the holder (a file in flight over a socket, "
-                "io_uring, swap, a loop device on one of its files). Search for processes in state "
-                "D: 'ps -eo pid,stat,wchan:30,cmd'",
+                "io_uring, swap). Search for processes in state D: 'ps -eo pid,stat,wchan:30,cmd'",
                 evidence={"kind": "unknown", "file_systems": ", ".join(device.active)},
             )
 
@@ -187,7 +186,7 @@ def _owner_evidence(owner: Owner) -> dict[str, str]:
         "pod_uid": owner.pod_uid,
         "pod": owner.pod,
         "thread": str(owner.thread) if owner.thread else "",
-        "process_started": str(owner.started),
+        "process_started": str(owner.started) if owner.pid else "",
     }
     return {name: value for name, value in known.items() if value}
 
@@ -206,14 +205,19 @@ def _leaked_users(inventory: Inventory, device: blockdev.BlockDevice) -> Iterato
         )
 
 
+def detach(loop: str) -> str:
+    """The advice about a loop device."""
+    return f"when nothing uses /dev/{loop} any more, detach it: 'losetup -d /dev/{loop}'"
+
+
 def _user_trouble(device: blockdev.BlockDevice, user: User, message: str, advice: str) -> Trouble:
     return Trouble(
         subject=device.name,
-        key=f"pid-{user.owner.pid}-{user.owner.started}",
+        key=f"pid-{user.owner.pid}-{user.owner.started}" if user.owner.pid else user.owner.comm,
         device=device.name,
         pid=user.owner.pid,
         message=message,
-        advice=advice,
+        advice=advice if user.owner.pid else detach(user.owner.comm),
         evidence={
             "kind": "open",
             "uses": ", ".join(user.ways),

@@ -336,3 +336,11 @@ def test_errors_of_a_live_ext4_are_read_from_sysfs(
         assert found == {}
     else:
         assert found == {"dm-3": model.FsErrors(int(errors), 1700000000.0, stops)}
+
+
+def test_file_systems_with_a_server_are_found_in_every_namespace(tmp_path: Path) -> None:
+    for pid, kind in ((5, "fuse.sshfs"), (6, "ext4"), (7, "fuseblk")):
+        (tmp_path / f"{pid}").mkdir()
+        line = f"9 1 0:{pid} / /mnt/{pid} rw - {kind} src rw\n"
+        (tmp_path / f"{pid}" / "mountinfo").write_text(line)
+    assert holders._served(str(tmp_path), (5, 6, 7, 8)) == ["/mnt/5", "/mnt/7"]

@@ -9,6 +9,7 @@ from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.volumes.audit.world import (
     DEVICE,
     OURS,
+    OWNER,
     THEIRS,
     device,
     image_view,
@@ -21,6 +22,7 @@ from tests.volumes.audit.world import (
     view,
     volume,
 )
+from volumes.audit.inventory import model
 from volumes.audit.rules import mappings
 from volumes.audit.rules.base import Outcome
 from volumes.audit.types import Severity
@@ -37,6 +39,18 @@ def test_mapped_unmounted_means_no_use_at_all() -> None:
     )
     assert [judge(mappings.mapped_unmounted, at).troubles for at in used] == [()] * 6
     assert "no record" in only(mappings.mapped_unmounted, scene()).message
+
+
+def test_mapped_unmounted_names_a_loop_device_and_is_silent_about_processes() -> None:
+    at = model.Owner(0, 0, "loop3", "", host=True)
+    loop = model.User(at, DEVICE.number, ("/publish/x",), 0)
+    trouble = only(mappings.mapped_unmounted, scene(users=(loop,)))
+    assert "not used, except by loop device loop3 (kubelet has no record" in trouble.message
+    assert "'losetup -d /dev/loop3'" in trouble.advice
+    failing = scene(logs=(log_hit(image="rbd/csi-vol-1"),), users=(loop,))
+    assert "held by: loop device loop3" in only(mappings.unmap_failing, failing).advice
+    process = model.User(OWNER, DEVICE.number, ("device fd 3",), 99)
+    assert judge(mappings.mapped_unmounted, scene(users=(loop, process))).troubles == ()
 
 
 def test_unmap_failing_names_device_and_holder() -> None:

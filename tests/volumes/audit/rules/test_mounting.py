@@ -20,7 +20,7 @@ from tests.volumes.audit.world import (
     space,
     volume,
 )
-from volumes.audit.inventory.model import Publish, User
+from volumes.audit.inventory.model import Owner, Publish, User
 from volumes.audit.rules import mappings, mounting
 from volumes.audit.rules.base import AuditRule, Outcome
 from volumes.audit.types import Severity
@@ -127,6 +127,10 @@ def test_busy_mount_of_a_staged_volume_without_pod() -> None:
     assert judge(mounting.busy_mount, scene(volumes=(owned,), **base)).troubles == ()
     by_log = scene(logs=(log_hit(hint="busy", device="rbd0"),), **base)
     assert only(mounting.busy_mount, by_log).pid == 42
+    loop = User(Owner(0, 0, "loop3", ""), DEVICE.number, ("/mnt/disk.img",), 0)
+    trouble = only(mounting.busy_mount, scene(volumes=(staged,), host=(place(),), users=(loop,)))
+    assert trouble.key == "loop3" and "'losetup -d /dev/loop3'" in trouble.advice
+    assert "process_started" not in trouble.evidence
 
 
 def test_busy_mount_and_unmap_failing_end_when_a_pod_has_the_volume_again() -> None:
