@@ -6,19 +6,21 @@ directory. Files inside a mounted volume are never read.
 """
 
 import bisect
+import contextlib
 import json
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kit.errors
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs, stack
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
+from volumes.node import naming, raw_block
 
 _MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
@@ -96,7 +98,7 @@ def _staged(kubelet: str, root: str, files: Files) -> Iterator[tuple[str, str]]:
     base = f"{kubelet}/plugins/kubernetes.io/csi"
     for driver in files.names(root + base):
         if driver == "volumeDevices":
-            continue  # raw block volumes: see raw
+            continue  # raw block volumes: see _raw
         for volume in files.names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
@@ -122,17 +124,19 @@ def volumes(
     host: list[mountinfo.Mount],
     devices: list[blockdev.BlockDevice],
     *,
-    root: str = "",
+    roots: Sequence[str] = ("",),
     files: Files | None = None,
     quick: bool = False,
 ) -> tuple[list[Volume], list[str]]:
-    """Every staged volume with its publishes and its device; and what could not be read.
+    """Every volume that is staged or published as raw block, with its publishes and its device; and
+    what could not be read.
 
-    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from,
-    ``files`` what was read of it before. ``quick``: pods in whose directories nothing was mounted
-    or unmounted since then are not looked at.
+    ``kubelet`` is its directory without symbolic links, ``roots`` the directories to read it from:
+    records are in all of them, and a device node may be bound in one only. ``files`` is what was
+    read of it before. ``quick``: pods in whose directories nothing was mounted or unmounted since
+    then are not looked at.
     """
-    files = files or Files()
+    files, root = files or Files(), roots[0]
     if not quick:
         files.begin()
     by_target = {mount.target: mount for mount in host if mountinfo.within(mount.target, kubelet)}
@@ -152,8 +156,11 @@ def volumes(
         mounts = _at_or_below(targets, staging)
         meta = {} if staging in mounts else files.json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
-        device = _device(meta, image, [by_target[target] for target in mounts], known)
+        device = _device(meta, image, [by_target[target].device for target in mounts], known)
         published = publishes.get(handle, []) if handle else []
+        # Some drivers stage nothing.
+        shown = mounts or [each.path for each in published if each.mounted]
+        at = [(by_target[target], _number(by_target[target], roots)) for target in shown]
         found.append(
             Volume(
                 driver=str(record.get("driverName", "")),
@@ -164,9 +171,12 @@ def volumes(
                 image=(device.image if device else None) or image,
                 publishes=tuple(published),
                 name=published[0].volume if published else str(record.get("specVolID", "")),
+                number=next((number for _, number in at if number), None),
+                on=next((os.path.basename(mount.source) for mount, number in at if number), ""),
+                read_only=bool(at) and all(mount.read_only for mount, _ in at),
             )
         )
-    return found, gaps
+    return [*found, *_raw(kubelet, roots, files, known)], gaps
 
 
 def on_device(name: str, kubelet: str) -> list[str]:
@@ -190,11 +200,15 @@ def on_device(name: str, kubelet: str) -> list[str]:
     if device is None:
         return []
     host = mountinfo.parse(Path("/proc/1/mountinfo").read_bytes())
-    found, _ = volumes(directory, host, [device], root=root)
-    for volume in found:
-        if volume.device == name and volume.driver and volume.handle:
+    found, _ = volumes(directory, host, [device], roots=(root,))
+    named = [volume for volume in found if volume.driver and volume.handle]
+    for volume in named:
+        if volume.device == name:
             return [volume.driver, volume.handle, volume.name]
-    return []
+    devices = {each.name: each for each in stack.read().devices} if named else {}
+    claims = [naming.Recorded(v.driver, v.handle, v.name, v.number) for v in named]
+    claim = naming.on_device(name, claims, devices)
+    return [claim.driver, claim.handle, claim.name] if claim else []
 
 
 def host_root(proc: str) -> str:
@@ -233,25 +247,59 @@ def host_path(path: str, root: str) -> str:
     return done or "/"
 
 
-def raw(
-    kubelet: str, devices: list[blockdev.BlockDevice], *, root: str = "", files: Files | None = None
-) -> dict[str, str]:
-    """Raw block volumes that kubelet has a record of: device name -> directory of the record.
-
-    kubelet keeps it in volumeDevices/<name>/data; ceph-csi notes image and device where kubelet had
-    the volume staged.
-    """
-    files = files or Files()
+def _raw(kubelet: str, roots: Sequence[str], files: Files, known: _Devices) -> Iterator[Volume]:
+    """Raw block volumes, which kubelet keeps in volumeDevices: the record in <name>/data, and the
+    device nodes in publish/<name>/<uid> and <name>/dev/<uid>. ceph-csi notes image and device where
+    kubelet had the volume staged, which is surer: a node that nobody removed may have the number of
+    the next device."""
     base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
-    known = _Devices(devices)
-    found: dict[str, str] = {}
-    for name in files.names(root + base)[:_MOST_VOLUMES]:
-        if not files.json(f"{root}{base}/{name}/data/vol_data.json"):
+    for name in files.names(roots[0] + base)[:_MOST_VOLUMES]:
+        record = files.json(f"{roots[0]}{base}/{name}/data/vol_data.json")
+        if not record:
             continue
-        meta = files.json(f"{root}{base}/staging/{name}/image-meta.json")
-        if (device := _device(meta, _image(meta), [], known)) is not None:
-            found[device.name] = f"{base}/{name}"
+        homes = f"{base}/publish/{name}", f"{base}/{name}/dev"
+        paths = [f"{home}/{uid}" for home in homes for uid in files.names(roots[0] + home)]
+        nodes = _nodes(roots, paths)
+        meta = files.json(f"{roots[0]}{base}/staging/{name}/image-meta.json")
+        image = _image(meta)
+        device = _device(meta, image, [] if image else nodes.values(), known)
+        handle = str(record.get("volumeHandle", ""))
+        pods = {os.path.basename(path): path for path in reversed(nodes)}
+        yield Volume(
+            driver=str(record.get("driverName", "")),
+            handle=handle,
+            staging=f"{base}/{name}",
+            mounts=(),
+            device=device.name if device else "",
+            image=(device.image if device else None) or image,
+            publishes=tuple(
+                Publish(uid, path, name, mounted=True, read_only=False, handle=handle)
+                for uid, path in pods.items()
+            ),
+            name=str(record.get("specVolID", name)),
+            number=next(iter(nodes.values()), None),
+        )
+
+
+def _nodes(roots: Sequence[str], paths: list[str]) -> dict[str, blockdev.Number]:
+    """Device numbers of the paths that are nodes of block devices, in the first root where they
+    are."""
+    found: dict[str, blockdev.Number] = {}
+    for root in roots:
+        with contextlib.suppress(OSError):
+            asked = raw_block.block_nodes(root, [path for path in paths if path not in found])
+            found |= {path: number for path, number in asked.items() if number}
     return found
+
+
+def _number(mount: mountinfo.Mount, roots: Sequence[str]) -> blockdev.Number | None:
+    """Of the block device whose file system is mounted there, all of it: drivers that make folders
+    of one file system their volumes share a device. btrfs shows a number of its own."""
+    if mount.root != "/":
+        return None
+    if mount.fstype == "btrfs":
+        return _nodes(roots[:1], [mount.source]).get(mount.source)
+    return mount.device if mount.major else None
 
 
 def _publishes(
@@ -326,12 +374,13 @@ def _image(meta: dict[str, Any]) -> RbdImage | None:
 def _device(
     meta: dict[str, Any],
     image: RbdImage | None,
-    mounts: list[mountinfo.Mount],
+    numbers: Iterable[blockdev.Number],
     devices: _Devices,
 ) -> blockdev.BlockDevice | None:
-    """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
-    for mount in mounts:
-        if (found := devices.by_number.get(mount.device)) is not None:
+    """The volume's device: by what is mounted or published, else by ceph-csi's record, else by the
+    image."""
+    for number in numbers:
+        if (found := devices.by_number.get(number)) is not None:
             return found
     noted = devices.by_name.get(os.path.basename(str(meta.get("device") or "")))
     if noted is not None or image is None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs, stack
 from volumes.audit.inventory import records
+from volumes.node import raw_block
 
 
 def _mount(number: int, target: str) -> mountinfo.Mount:
@@ -120,3 +121,59 @@ def test_quick_scan_forgets_nothing_of_a_whole_one(
     assert (scan(quick=True), scan(quick=True), scan(quick=False)) == (0, 0, 0)
     (home.parent / "pv-2").mkdir()
     assert scan(quick=False) == 1
+
+
+def _raw(kubelet: Path, name: str, meta: dict[str, Any] | None = None) -> str:
+    base = kubelet / "plugins/kubernetes.io/csi/volumeDevices"
+    record = {"driverName": "d.example", "volumeHandle": f"h-{name}", "specVolID": name}
+    (base / name / "data").mkdir(parents=True)
+    (base / name / "data/vol_data.json").write_text(json.dumps(record))
+    for home in (base / "publish" / name, base / name / "dev"):
+        home.mkdir(parents=True)
+        (home / "uid").touch()
+    if meta is not None:
+        (base / "staging" / name).mkdir(parents=True)
+        (base / "staging" / name / "image-meta.json").write_text(json.dumps(meta))
+    return f"{base}/publish/{name}/uid"
+
+
+def test_raw_block_volumes_are_found_by_ceph_csis_record_else_by_their_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody removed has the number of the device that came after it."""
+    one = _raw(tmp_path, "one", {"pool": "rbd", "image": "one", "device": "/dev/rbd1"})
+    two = _raw(tmp_path, "two")
+    _raw(tmp_path, "three")
+
+    def nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
+        also = one.replace("publish/one", "one/dev")
+        there = {one: (252, 0), also: (252, 0), two: (252, 0)} if root == "/kubelets" else {}
+        return {target: there.get(target) for target in targets}
+
+    monkeypatch.setattr(raw_block, "block_nodes", nodes)
+    devices = [blockdev.BlockDevice(f"rbd{n}", (252, n), "rbd", 1, False) for n in (0, 1)]
+    found, _ = records.volumes(str(tmp_path), [], devices, roots=("", "/kubelets"))
+    assert {(v.name, v.handle, v.device, v.number, len(v.publishes)) for v in found} == {
+        ("one", "h-one", "rbd1", (252, 0), 1),
+        ("two", "h-two", "rbd0", (252, 0), 1),
+        ("three", "h-three", "", None, 0),
+    }
+    assert [p.path for v in found for p in v.publishes] == [one, two]
+
+
+def test_a_device_is_named_for_the_witness_before_it_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kubelet has written its record, and the driver is about to format."""
+    (tmp_path / "plugins/kubernetes.io/csi/d.example/1").mkdir(parents=True)
+    record = {"driverName": "d.example", "volumeHandle": "vol-0a1b2c3d4e5f60718"}
+    home = tmp_path / "plugins/kubernetes.io/csi/d.example/1/vol_data.json"
+    disk = stack.StackedDevice("nvme1n1", (259, 1), size=1, serial="vol0a1b2c3d4e5f60718")
+    made = blockdev.BlockDevice("nvme1n1", (259, 1), "blkext", 1, False)
+    monkeypatch.setattr(stack, "read", lambda: stack.Stack((disk,)))
+    monkeypatch.setattr(blockdev, "identify", lambda name: made)
+    assert records.on_device("nvme1n1", str(tmp_path)) == []
+    home.write_text(json.dumps(record))
+    assert records.on_device("nvme1n1", str(tmp_path)) == [*record.values(), ""]
+    home.write_text(json.dumps({**record, "volumeHandle": "vol-1"}))
+    assert records.on_device("nvme1n1", str(tmp_path)) == []
