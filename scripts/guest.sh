@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 . scripts/steps.sh
 out=${1:-build/guest}
 modules="crc32c_generic crc32_generic libcrc32c virtio_pci virtio_net 9p 9pnet_virtio overlay loop
-  ext4 xfs rbd ceph nbd dm_mod dm_crypt xts ecb aes_generic sha256_generic algif_skcipher algif_hash"
+  ext4 xfs rbd ceph nbd sd_mod scsi_debug dm_mod dm_crypt xts ecb aes_generic sha256_generic algif_skcipher algif_hash"
 [ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] &&
   [ "$out/initrd.gz" -nt tests/testbed/guest-init.sh ] && exit 0
 for tool in cpio depmod modprobe busybox; do

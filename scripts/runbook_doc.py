@@ -83,7 +83,10 @@ SYMPTOMS = (
         "leaked-mount, staged-unused, mapped-elsewhere",
     ),
     ("Volume that held data is empty", "content-missing"),
-    ("Volume has I/O errors", "blocklisted-client, volume-unreadable, file-system-errors"),
+    (
+        "Volume has I/O errors",
+        "blocklisted-client, volume-unreadable, claim-device-gone, file-system-errors",
+    ),
     ("Processes in state D", "probe-hangs, ChildrenAbandoned"),
     (
         "Node pulls an image that should be there",
