@@ -118,8 +118,8 @@ def reached(
     sysfs: str | Path = blockdev.SYSFS,
     proc: str | Path = blockdev.PROC,
 ) -> None:
-    """Add to ``known`` these devices and what they lie on, as far as they are there, without links.
-    OSError."""
+    """Add to ``known`` these devices and what they lie on, as far as they are there, without links
+    and serials: virtio asks the device for its own, which can hang. OSError."""
     drivers: dict[int, str] = {}
     ahead = list(names)
     while ahead:
@@ -127,7 +127,7 @@ def reached(
         number = None if name in known else blockdev.number_of(f"{sysfs}/class/block/{name}")
         if number is not None:
             drivers = drivers or blockdev.majors(proc)
-            made = _device(Path(sysfs), name, number, drivers, ())
+            made = _device(Path(sysfs), name, number, drivers, None)
             known[name] = _over(made, sysfs, disk_below)
         if name in known:
             ahead += known[name].below
@@ -176,8 +176,9 @@ def _over(
 
 
 def _device(
-    sysfs: Path, name: str, number: Number, drivers: dict[int, str], links: tuple[str, ...]
+    sysfs: Path, name: str, number: Number, drivers: dict[int, str], links: tuple[str, ...] | None
 ) -> StackedDevice:
+    """``links``: None leaves the serial out as well."""
     home = f"{sysfs}/class/block/{name}"
 
     def text(*files: str) -> str:
@@ -198,9 +199,9 @@ def _device(
         # No link in /dev/disk says this: a copy of a disk would take the link of the first one.
         partuuid=text("uevent").partition("PARTUUID=")[2].partition("\n")[0],
         wwid=text(*_WWIDS),
-        serial=text(*_SERIALS),
+        serial=text(*(() if links is None else _SERIALS)),
         model=" ".join(f"{text('device/vendor')} {text('device/model')}".split()),
-        links=links,
+        links=links or (),
     )
 
 

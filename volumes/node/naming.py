@@ -1,38 +1,19 @@
-"""Which volume of Kubernetes lies on which block device, for any CSI driver. Pure.
+"""What a block device is: its identity, the disk that it shows, and whether that is there. Pure.
 
-A volume is its CSI driver and volumeHandle. Which disk is its own is said, the surest first, by the
-number of what is mounted or published for it, by kubelet's loop device over a raw block volume, and
-by what the disk or udev calls the disk. Where nothing says it, or two disks are called so, the
-volume has no disk and the disk no name.
+Which volume lies on it says only what is mounted or published (``records.on_device``). Names say
+nothing: no automatic lease depends on them, and a short one fits a foreign disk.
 """
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from linux.blockdev import Number
 from linux.stack import StackedDevice
 
 Devices = Mapping[str, StackedDevice]  # by name
 
-_SHORTEST = 5  # of what is compared as a whole: Hetzner's ids are numbers
-_VIRTIO_SERIAL = 20  # bytes; of a longer one this much is left
-# Nobody makes such an id twice. So it may stand anywhere: iscsi-iqn.2019-10.io.longhorn:pvc-...
-_GENERATED = re.compile(r"[0-9a-f]{16}")
-# by-id/scsi-0HC_Volume_1, scsi-0DO_Volume_pvc-1, scsi-0Google_PersistentDisk_1, google-1
-_LINK = re.compile(r"by-id/(?:google-|scsi-0[^_]+_(?:Volume|PersistentDisk)_)(.+)")
 _MAPPED_PART = re.compile(r"part(\d+)-")  # kpartx
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """``name``: the PersistentVolume's, where a record has it. ``number``: of the block device that
-    is mounted or published."""
-
-    driver: str
-    handle: str
-    name: str = ""
-    number: Number | None = None
+# Of these a disk has one for itself. A serial, or what NVMe makes of one, may be a model's.
+_UNIQUE = tuple(f"wwid:{kind}." for kind in ("naa", "eui", "uuid", "t10"))
 
 
 def identity(device: StackedDevice) -> str:
@@ -60,16 +41,10 @@ def _tells(text: str) -> bool:
 
 
 def group(device: StackedDevice) -> str:
-    """The volume group of a logical volume."""
-    return _lvm(device)[0]
-
-
-def _lvm(device: StackedDevice) -> tuple[str, str]:
-    """Group and volume: LVM doubles the dashes of names and joins by one."""
+    """The volume group of a logical volume: LVM doubles the dashes of names and joins by one."""
     if not device.uuid.startswith("LVM-"):
-        return "", ""
-    above, _, name = device.mapping.replace("--", "\0").partition("-")
-    return above.replace("\0", "-"), name.replace("\0", "-")
+        return ""
+    return device.mapping.replace("--", "\0").partition("-")[0].replace("\0", "-")
 
 
 def disk(device: StackedDevice, devices: Devices) -> str:
@@ -85,68 +60,24 @@ def disk(device: StackedDevice, devices: Devices) -> str:
     ):
         return disk(lower, devices)
     said = identity(device)
-    if said.startswith(("wwid:", "serial:")):  # a copy of another size is another disk
+    if said.startswith(_UNIQUE):  # a copy of another size is another disk
         return f"{said} {device.model} {device.size}"
     return f"{device.number[0]}:{device.number[1]}"
 
 
 def gone(device: StackedDevice, devices: Devices) -> str:
     """Why nothing can be read from it any more; empty: nothing says so. What is made of several may
-    do without one."""
+    do without one, and multipath may wait for its paths."""
     if not device.size:
         return f"the kernel says that {device.name} has a size of 0"
-    made = device.uuid.startswith(("LVM-", "CRYPT-", "mpath-"))
+    if device.uuid.startswith("mpath-"):
+        return ""
     lost = [
         gone(devices[name], devices)
         if name in devices
         else f"{device.name} lies on {name}, which the kernel no longer has"
         for name in device.below
     ]
-    if made and not lost:
+    if device.uuid.startswith(("LVM-", "CRYPT-")) and not lost:
         return f"the kernel no longer has what {device.name} lies on"
     return lost[0] if lost and all(lost) else ""
-
-
-def disk_of(claim: Recorded, devices: Devices) -> str:
-    """The disk of a volume; empty: nothing says which, or more than one may be it."""
-    found = {disk(device, devices) for device in _by_number(claim, devices)} or {
-        disk(device, devices) for device in devices.values() if _is_called(device, claim)
-    }
-    return found.pop() if len(found) == 1 else ""
-
-
-def _by_number(claim: Recorded, devices: Devices) -> list[StackedDevice]:
-    over = f"/volumeDevices/{claim.name}/"  # kubelet's loop device outlives what was published
-    return [each for each in devices.values() if claim.number == each.number] or [
-        each for each in devices.values() if claim.name and over in each.backing
-    ]
-
-
-def _is_called(device: StackedDevice, claim: Recorded) -> bool:
-    if device.partition:
-        return False
-    names = {claim.handle, claim.handle.rpartition("/")[2], claim.name}
-    names |= {name.replace("-", "") for name in names}  # vol-0a1b, and EBS calls it vol0a1b
-    whole = {
-        device.serial,
-        _lvm(device)[1],
-        *(m[1] for m in map(_LINK.fullmatch, device.links) if m),
-    }
-    if whole & {name for name in names if len(name) >= _SHORTEST}:
-        return True
-    unique = [name for name in names if _GENERATED.search(name.replace("-", ""))]
-    said = " ".join((*whole, device.mapping.replace("--", "-"), device.wwid, *device.links))
-    return any(
-        device.serial == name[:_VIRTIO_SERIAL]
-        or re.search(rf"(?<![0-9A-Za-z]){re.escape(name)}(?![0-9A-Za-z])", said)
-        for name in unique
-    )
-
-
-def on_device(name: str, claims: Collection[Recorded], devices: Devices) -> Recorded | None:
-    """Which volume lies on a device; None: nothing says it, or there are two."""
-    if name not in devices:
-        return None
-    wanted = disk(devices[name], devices)
-    found = {(c.driver, c.handle): c for c in claims if disk_of(c, devices) == wanted}
-    return next(iter(found.values())) if len(found) == 1 else None

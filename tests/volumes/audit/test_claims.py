@@ -111,8 +111,13 @@ def test_disks_that_are_unplugged_and_two_nodes_of_one(tmp_path: Path) -> None:
     two, gone = "two-claims-one-device", "claim-device-gone"
     assert result.marked("check") == [
         *("mounted one 0", f"one node {two} []", f"one node {gone} []", "mounted other 0"),
-        *(f"two nodes {two} ['one+other sda']", f"two nodes {gone} []", "removed 0"),
+        *(
+            f"two nodes {two} ['disk.csi.example/one+disk.csi.example/other sda']",
+            f"two nodes {gone} []",
+            "removed 0",
+        ),
         *("mounted plain 0", "mounted secret 0", "published raw 0"),
         *(f"there {two} []", f"there {gone} []", "unplugged True", f"unplugged {two} []"),
-        f"unplugged {gone} ['plain sda', 'raw 8:32', 'secret dm-0']",
+        f"unplugged {gone} "
+        + str([f"disk.csi.example/{each}" for each in ("plain sda", "raw 8:32", "secret dm-0")]),
     ]

@@ -112,6 +112,7 @@ class Publish:
     mounted: bool
     read_only: bool
     handle: str = ""
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Volume:
     on: str = ""  # its kernel name, or what the mount table calls it
     disk: str = ""  # volumes.node.naming.disk
     gone: str = ""  # why nothing can be read from it any more
-    read_only: bool = False  # every mount of it
+    read_only: bool = False  # every mount of it, or every pod's
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from linux import blockdev, mountinfo, rbd_sysfs, stack
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import FsErrors, Inventory, Place, User, Volume, related
-from volumes.node import naming, raw_block
+from volumes.node import raw_block
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.
@@ -236,14 +236,17 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     root = records.host_root(request.proc)
     directory = records.host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
-    # A kubelet with a mount namespace of its own shows raw block volumes below its own root.
+    # A kubelet with a mount namespace of its own shows raw block volumes below its own root, and
+    # only to a scan that reads the processes: until the next one such a volume is out of sight.
     kubelets = processes.kubelets if processes is not None else []
     roots = [root, *(f"{request.proc}/{pid}/root" for pid in kubelets)]
     volumes, missing = records.volumes(
-        directory, everything, devices, roots=roots, files=kept.files, quick=not request.deep
-    )
-    volumes = _on_disks(volumes, request, kept.disks)
-    gaps += missing
+        directory, everything, devices, roots=roots, files=kept.files, quick=not request.deep,
+        sys=request.sys, proc=request.proc,
+    )  # fmt: skip
+    _forget(kept.disks, request)
+    volumes, unseen = records.on_disks(volumes, kept.disks, request.sys, request.proc)
+    gaps += missing + unseen
     nodes = _tmpfs_nodes(roots, everything)
     no_records = ""
     # Not on a node without kubelet.
@@ -414,11 +417,9 @@ def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:
     return None
 
 
-def _on_disks(
-    volumes: list[Volume], request: Request, known: dict[str, stack.StackedDevice]
-) -> list[Volume]:
-    """With the devices of all drivers that they lie on. ``known``: read before, and read again when
-    an uevent names them. None comes for one that shrinks to nothing, so a deep scan asks."""
+def _forget(known: dict[str, stack.StackedDevice], request: Request) -> None:
+    """Devices below volumes that are to be read again: when an uevent names them. None comes for
+    one that shrinks to nothing, so a deep scan asks."""
 
     def is_old(name: str) -> bool:
         if request.changed is None or name in request.changed:
@@ -430,23 +431,6 @@ def _on_disks(
 
     for name in list(filter(is_old, known)):
         del known[name]
-    found = []
-    for volume in volumes:
-        if volume.number is None:
-            found.append(volume)
-            continue
-        name = blockdev.name_of(volume.number, request.sys)
-        stack.reached([name] if name else [], known, request.sys, request.proc)
-        disk = known.get(name)
-        found.append(
-            dataclasses.replace(
-                volume,
-                on=name or volume.on or "{}:{}".format(*volume.number),
-                disk=naming.disk(disk, known) if disk else "",
-                gone=naming.gone(disk, known) if disk else "the kernel no longer has it",
-            )
-        )
-    return found
 
 
 def _named(

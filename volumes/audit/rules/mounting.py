@@ -320,10 +320,10 @@ def forgotten(inventory: Inventory) -> list[Volume]:
 @node_rule("two-claims-one-device", Severity.CRITICAL, 0.0, records=True)
 def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     """Two volumes of Kubernetes are on one disk. Who only reads it mixes nothing."""
-    disks: dict[str, dict[str, Volume]] = {}
+    disks: dict[str, dict[tuple[str, str], Volume]] = {}
     for volume in inventory.volumes:
         if volume.disk and volume.handle and scene.settings.watches(volume.on):
-            disks.setdefault(volume.disk, {}).setdefault(volume.handle, volume)
+            disks.setdefault(volume.disk, {}).setdefault((volume.driver, volume.handle), volume)
     for disk, volumes in disks.items():
         if len(volumes) < 2 or all(volume.read_only for volume in volumes.values()):
             continue
@@ -331,7 +331,7 @@ def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Troubl
         names = ", ".join(sorted({volume.on for volume in volumes.values()}))
         yield Trouble(
             subject=first.on,
-            key="+".join(sorted(volumes)[:4]),
+            key="+".join("/".join(each) for each in sorted(volumes)[:4]),
             device=first.device or first.on,
             message=f"{len(volumes)} volumes are on one disk ({names}): "
             + "; ".join(_claimed(volume) for volume in list(volumes.values())[:4]),
@@ -348,25 +348,30 @@ def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Troubl
 @node_rule("claim-device-gone", Severity.CRITICAL, 5.0, records=True)
 def claim_device_gone(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     """A volume is mounted or published, and its device is no longer there."""
-    for volume in inventory.volumes:
-        if volume.gone and scene.settings.watches(volume.on):
-            yield Trouble(
-                subject=volume.on,
-                key=volume.handle or volume.staging,
-                device=volume.device or volume.on,
-                message=f"{_claimed(volume)} lost its device {volume.on}: {volume.gone}",
-                advice="somebody detached or unplugged the disk, or the storage lost it. What was "
-                "not written yet is lost, and the mount never recovers, even if the disk comes "
-                "back. End the volume's pods so that kubelet unmounts it, attach the disk again, "
-                "and check its file system before the next mount",
-                evidence=_claim_evidence(volume),
-            )
+    gone = {
+        f"{volume.driver}/{volume.handle or volume.staging}": volume
+        for volume in reversed(inventory.volumes)
+        if volume.gone and scene.settings.watches(volume.on)
+    }
+    for key, volume in gone.items():
+        yield Trouble(
+            subject=volume.on,
+            key=key,
+            device=volume.device or volume.on,
+            message=f"{_claimed(volume)} lost its device {volume.on}: {volume.gone}",
+            advice="somebody detached or unplugged the disk, or the storage lost it. What was not "
+            "written yet is lost, and the mount never recovers, even if the disk comes back. End "
+            "the volume's pods so that kubelet unmounts it, attach the disk again, and check its "
+            "file system before the next mount",
+            evidence=_claim_evidence(volume),
+        )
 
 
 def _claimed(volume: Volume) -> str:
     pods = ", ".join(sorted({each.pod_uid for each in volume.publishes}))
     who = f"PersistentVolume {volume.name}, " if volume.name else ""
-    return f"{who}volume {volume.handle} ({f'pod {pods}' if pods else 'no pod'}) at " + ", ".join(
+    left = "no pod has it: if none starts, unmount it"
+    return f"{who}volume {volume.handle} ({f'pod {pods}' if pods else left}) at " + ", ".join(
         volume.places[:2]
     )
 

@@ -137,6 +137,11 @@ def _raw(kubelet: Path, name: str, meta: dict[str, Any] | None = None) -> str:
     return f"{base}/publish/{name}/uid"
 
 
+def _table(kubelet: Path, *targets: str) -> list[mountinfo.Mount]:
+    lines = (f"9 1 0:6 /node {target} rw - devtmpfs devtmpfs rw" for target in targets)
+    return [mountinfo.parse_line(line.encode()) for line in lines]
+
+
 def test_raw_block_volumes_are_found_by_ceph_csis_record_else_by_their_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,36 +149,72 @@ def test_raw_block_volumes_are_found_by_ceph_csis_record_else_by_their_nodes(
     one = _raw(tmp_path, "one", {"pool": "rbd", "image": "one", "device": "/dev/rbd1"})
     two = _raw(tmp_path, "two")
     _raw(tmp_path, "three")
+    also = one.replace("publish/one", "one/dev")
+    (tmp_path / "sys/dev/block").mkdir(parents=True)
+    for n in (0, 1):
+        (tmp_path / f"sys/dev/block/252:{n}").symlink_to(f"../../rbd{n}")
 
     def nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
-        also = one.replace("publish/one", "one/dev")
-        there = {one: (252, 0), also: (252, 0), two: (252, 0)} if root == "/kubelets" else {}
+        there = {one: (252, 0), also: (252, 1), two: (252, 0)} if root == "/kubelets" else {}
         return {target: there.get(target) for target in targets}
 
     monkeypatch.setattr(raw_block, "block_nodes", nodes)
     devices = [blockdev.BlockDevice(f"rbd{n}", (252, n), "rbd", 1, False) for n in (0, 1)]
-    found, _ = records.volumes(str(tmp_path), [], devices, roots=("", "/kubelets"))
-    assert {(v.name, v.handle, v.device, v.number, len(v.publishes)) for v in found} == {
-        ("one", "h-one", "rbd1", (252, 0), 1),
-        ("two", "h-two", "rbd0", (252, 0), 1),
-        ("three", "h-three", "", None, 0),
+    found, _ = records.volumes(
+        str(tmp_path), _table(tmp_path, one, also, two), devices,
+        roots=("", "/kubelets"), sys=tmp_path / "sys",
+    )  # fmt: skip
+    assert {(v.name, v.handle, v.device, v.number) for v in found} == {
+        ("one", "h-one", "rbd1", (252, 1)),
+        ("two", "h-two", "rbd0", (252, 0)),
+        ("three", "h-three", "", None),
     }
-    assert [p.path for v in found for p in v.publishes] == [one, two]
+    assert [p.path for v in found for p in v.publishes] == [also, two]
 
 
-def test_a_device_is_named_for_the_witness_before_it_is_mounted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_old_record_of_ceph_csi_names_a_device_that_shows_another_image() -> None:
+    image = rbd_sysfs.RbdImage(pool="rbd", name="new")
+    device = blockdev.BlockDevice("rbd0", (252, 0), "rbd", 1, False, image=image)
+    known = records._Devices([device], "/none", "/none")
+    for name, found in (("new", device), ("old", None)):
+        meta = {"pool": "rbd", "image": name, "device": "/dev/rbd0"}
+        assert records._device(meta, records._image(meta), (), known) is found
+
+
+@pytest.mark.parametrize(("bound", "expected"), [
+    ((), []),  # a node that is only a file
+    (("one",), ["d.example", "h-one", "one"]),
+    (("one", "two"), []),  # two records fit
+])  # fmt: skip
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_is_named_for_the_witness_by_what_is_published(
+    bound: tuple[str, ...],
+    expected: list[str],
+    fails: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """kubelet has written its record, and the driver is about to format."""
-    (tmp_path / "plugins/kubernetes.io/csi/d.example/1").mkdir(parents=True)
-    record = {"driverName": "d.example", "volumeHandle": "vol-0a1b2c3d4e5f60718"}
-    home = tmp_path / "plugins/kubernetes.io/csi/d.example/1/vol_data.json"
-    disk = stack.StackedDevice("nvme1n1", (259, 1), size=1, serial="vol0a1b2c3d4e5f60718")
-    made = blockdev.BlockDevice("nvme1n1", (259, 1), "blkext", 1, False)
-    monkeypatch.setattr(stack, "read", lambda: stack.Stack((disk,)))
-    monkeypatch.setattr(blockdev, "identify", lambda name: made)
-    assert records.on_device("nvme1n1", str(tmp_path)) == []
-    home.write_text(json.dumps(record))
-    assert records.on_device("nvme1n1", str(tmp_path)) == [*record.values(), ""]
-    home.write_text(json.dumps({**record, "volumeHandle": "vol-1"}))
-    assert records.on_device("nvme1n1", str(tmp_path)) == []
+    """For any CSI driver. What cannot be read adds nothing."""
+    paths = {name: _raw(tmp_path, name) for name in ("one", "two")}
+    made = {
+        "vdb": blockdev.BlockDevice("vdb", (252, 0), "virtblk", 1, False),
+        "dm-9": blockdev.BlockDevice("dm-9", (253, 9), "device-mapper", 1, False),
+    }
+    monkeypatch.setattr(blockdev, "identify", made.get)
+    monkeypatch.setattr(blockdev, "name_of", lambda number, sysfs: "vdb")
+    monkeypatch.setattr(records, "host_root", lambda proc: "")
+    monkeypatch.setattr(
+        raw_block, "block_nodes", lambda root, targets: dict.fromkeys(targets, (252, 0))
+    )
+    table = _table(tmp_path, *(paths[name] for name in bound))
+    monkeypatch.setattr(mountinfo, "parse", lambda data: table)
+
+    def reached(names: Any, known: dict[str, stack.StackedDevice], *_: Any) -> None:
+        if fails:
+            raise OSError(5, "no sysfs")
+        luks = stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",))
+        known |= {"vdb": stack.StackedDevice("vdb", (252, 0), size=1), "dm-9": luks}
+
+    monkeypatch.setattr(stack, "reached", reached)
+    assert records.on_device("vdb", str(tmp_path)) == expected
+    assert records.on_device("dm-9", str(tmp_path)) == ([] if fails else expected)

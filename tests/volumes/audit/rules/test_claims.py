@@ -2,11 +2,13 @@
 kubelet's records."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from linux import rbd_sysfs
 from tests.volumes.audit.world import judge, only, scene
 from tests.volumes.guard.test_scope import Tree
 from volumes.audit.inventory import scan
@@ -34,6 +36,15 @@ DEVICES: dict[str, dict[str, Any]] = {
             "device/vendor": "IET"},
     "nvme1n1": {"dev": "259:1", "wwid": "eui.1", "device/serial": "controller-1"},
     "nvme1n2": {"dev": "259:2", "wwid": "eui.2", "device/serial": "controller-1"},
+    "nvme2n1": {"dev": "259:3", "wwid": "uuid.6e1"},
+    "nvme3n1": {"dev": "259:4", "wwid": "uuid.6e1"},
+    # SPDK says one serial for all, and NVMe without an id makes a wwid of serial and model
+    "vdb": {"dev": "254:16", "serial": "Logical Volume"},
+    "vdc": {"dev": "254:32", "serial": "Logical Volume"},
+    "nvme4n1": {"dev": "259:5", "wwid": "nvme.1b36-6465-51454d55-00000001"},
+    "nvme5n1": {"dev": "259:6", "wwid": "nvme.1b36-6465-51454d55-00000001"},
+    "rbd0": {"dev": "252:0"},
+    "rbd1": {"dev": "252:16"},
     "dm-0": {"dev": "253:0", "dm/name": "vg-a", "dm/uuid": "LVM-a", "slaves": ["sda1"]},
     "dm-1": {"dev": "253:1", "dm/name": "vg-b", "dm/uuid": "LVM-b", "slaves": ["sda1"]},
     "dm-2": {"dev": "253:2", "dm/name": "mpatha", "dm/uuid": "mpath-3600a", "slaves": ["sdb"]},
@@ -43,13 +54,14 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 
 class Node:
-    """One recorded moment. A mount is 'NUMBER TARGET[ FSTYPE ROOT OPTIONS]'."""
+    """One recorded moment. A mount is 'NUMBER TARGET[ FSTYPE ROOT OPTIONS SOURCE SUPER]'."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.mounts: list[str] = []
         self.nodes: dict[str, tuple[int, int]] = {}
         self.kept = scan.Kept()
+        self.hidden = False  # /sys/dev/block
         (folder / "root" / KUBELET[1:]).mkdir(parents=True)
         monkeypatch.setattr(raw_block, "block_nodes", self._block_nodes)
 
@@ -63,13 +75,17 @@ class Node:
 
     def _mount(self, number: str, target: str, rest: str) -> None:
         given = rest.split()
-        fstype, root, options, source = *given, *("ext4", "/", "rw", "/dev/sdx")[len(given) :]
-        line = f"1 {number} {root} {target} {options} - {fstype} {source} {options}"
+        usual = "ext4", "/", "rw", "/dev/sdx"
+        fstype, root, options, source, *above = *given, *usual[len(given) :]
+        line = f"1 {number} {root} {target} {options} - {fstype} {source} {[*above, options][0]}"
         self.mounts.append(f"{len(self.mounts) + 9} {line}")
 
-    def staged(self, handle: str, number: str, rest: str = "", *pods: str, home: str = "") -> None:
-        home = f"{CSI}/{home or f'{DRIVER}/{handle}'}"
-        self._write(f"{home}/vol_data.json", driverName=DRIVER, volumeHandle=handle)
+    def staged(
+        self, handle: str, number: str, rest: str = "", *pods: str, home: str = "",
+        driver: str = DRIVER,
+    ) -> None:  # fmt: skip
+        home = f"{CSI}/{home or f'{driver}/{handle}'}"
+        self._write(f"{home}/vol_data.json", driverName=driver, volumeHandle=handle)
         self._mount(number, f"{home}/globalmount", rest)
         for pod in pods:
             self.published(handle, number, pod, rest)
@@ -78,10 +94,19 @@ class Node:
         home = f"{CSI}/{DRIVER}/{handle}"
         self._write(f"{home}/vol_data.json", driverName=DRIVER, volumeHandle=handle)
         at = f"{KUBELET}/pods/{pod}/volumes/kubernetes.io~csi/pvc-{handle}"
-        self._write(f"{at}/vol_data.json", volumeHandle=handle, specVolID=f"pvc-{handle}")
+        self._write(
+            f"{at}/vol_data.json",
+            volumeHandle=handle,
+            specVolID=f"pvc-{handle}",
+            driverName=DRIVER,
+        )
         self._mount(number, f"{at}/mount", rest)
 
-    def raw(self, handle: str, number: tuple[int, int], pod: str) -> None:
+    def raw(
+        self, handle: str, number: tuple[int, int], pod: str, *, bound: bool = True, image: str = ""
+    ) -> None:
+        """``bound``: as kubelet does, else a mknod is all that is left. ``image``: the device in
+        ceph-csi's record."""
         base = f"{CSI}/volumeDevices"
         self._write(
             f"{base}/pvc-{handle}/data/vol_data.json",
@@ -91,6 +116,11 @@ class Node:
         )
         self._write(f"{base}/publish/pvc-{handle}/{pod}")
         self.nodes[f"{base}/publish/pvc-{handle}/{pod}"] = number
+        if bound:
+            self._mount("0:6", f"{base}/publish/pvc-{handle}/{pod}", "devtmpfs /node rw devtmpfs")
+        if image:
+            record = {"pool": "rbd", "image": handle, "device": f"/dev/{image}"}
+            self._write(f"{base}/staging/pvc-{handle}/image-meta.json", **record)
 
     def scene(
         self, changed: tuple[str, ...] | None = None, deep: bool = False, **devices: dict[str, Any]
@@ -102,6 +132,10 @@ class Node:
         Tree(tree, {"drivers": drivers, "devices": there, "mounts": []}, {})
         (tree / "proc/1/root").symlink_to(self.folder / "root")
         (tree / "proc/1/mountinfo").write_text("".join(f"{line}\n" for line in self.mounts))
+        types = "nodev\tlustre\nnodev\tnfs4\nnodev\tfuse\n\text4\n\tbtrfs\n\tsquashfs\n"
+        (tree / "proc/filesystems").write_text(types)
+        if self.hidden:
+            shutil.rmtree(tree / "sys/dev/block")
         request = scan.Request(
             drivers=("rbd",),  # the audit watches none of them
             kubelet=KUBELET,
@@ -136,6 +170,7 @@ def found(rule: AuditRule, at: Scene) -> int:
     ("253:2", "8:16"),  # multipath, and one of its paths
     ("253:3", "8:16"),  # LUKS on one of the nodes, and the other
     ("253:0", "253:0"),
+    ("259:3", "259:4"),
     ("8:1", "8:1"),
 ])  # fmt: skip
 def test_two_volumes_on_one_disk_are_critical_at_once(node: Node, one: str, other: str) -> None:
@@ -166,7 +201,13 @@ def test_it_ends_with_one_of_the_volumes(node: Node) -> None:
     ("8:64", "8:80", ""),  # disks that say nothing
     ("8:96", "8:112", ""),  # tgt says its target and LUN
     ("259:1", "259:2", ""),  # two namespaces of one NVMe controller
+    ("254:16", "254:32", ""),  # equal serials
+    ("259:5", "259:6", ""),
     ("8:16", "8:16", "ext4 / ro"),  # both only read it
+    ("8:16", "8:16", "squashfs / rw /dev/sdb ro"),
+    ("8:16", "8:16", "lustre / rw /fsx"),  # its number may be a disk's
+    ("8:16", "8:16", "fuse.s3 / rw /bucket"),
+    ("8:16", "8:16", "unknown / rw 10.0.0.1@tcp:/fsx"),
     ("8:1", "8:1", "ext4 /volumes"),  # folders of one file system (csi-driver-host-path)
     ("0:40", "0:40", "nfs4 /"),
     ("0:41", "0:41", "fuse.juicefs /"),
@@ -191,8 +232,61 @@ def test_the_staging_mount_says_who_writes(node: Node) -> None:
         node.staged(handle, "8:16", "ext4 / ro")
         node.published(handle, "8:16", f"u-{handle}")
     assert found(mounting.two_claims_one_device, node.scene()) == 0
-    node._mount("8:16", f"{CSI}/{DRIVER}/h2/globalmount/x", "")
+
+
+def test_who_gives_both_to_pods_that_only_read_them_mixes_nothing(node: Node) -> None:
+    for handle in ("h1", "h2"):
+        node.staged(handle, "8:16")
+        node.published(handle, "8:16", f"u-{handle}", "ext4 / ro")
+    assert found(mounting.two_claims_one_device, node.scene()) == 0
+    node.published("h2", "8:16", "u3")
     assert found(mounting.two_claims_one_device, node.scene()) == 1
+
+
+def test_what_is_mounted_within_a_volume_is_another_volumes(node: Node) -> None:
+    for number, handle in ((40, "h1"), (41, "h2")):
+        node.staged(handle, f"0:{number}", "nfs4 / rw nas:/x")
+        node._mount("8:1", f"{CSI}/{DRIVER}/{handle}/globalmount/x", "")
+    assert found(mounting.two_claims_one_device, node.scene()) == 0
+    for handle in ("h3", "h4"):  # ceph-csi mounts there only
+        node.staged(handle, "8:2")
+        node.mounts[-1] = node.mounts[-1].replace("/globalmount", "/globalmount/id")
+    assert found(mounting.two_claims_one_device, node.scene()) == 1
+
+
+@pytest.mark.parametrize(("driver", "expected"), [("other.csi", 1), (DRIVER, 0)])
+def test_a_volume_is_its_driver_and_its_handle(node: Node, driver: str, expected: int) -> None:
+    node.staged("h1", "8:16")
+    node.staged("h1", "8:16", home="other/h1", driver=driver)
+    assert found(mounting.two_claims_one_device, node.scene()) == expected
+    assert found(mounting.claim_device_gone, node.scene(sdb={})) == 1 + expected
+
+
+def test_pods_of_another_driver_say_nothing(node: Node) -> None:
+    node.published("h1", "8:16", "u1")
+    node._write(f"{CSI}/other.csi/1/vol_data.json", driverName="other.csi", volumeHandle="h1")
+    assert found(mounting.two_claims_one_device, node.scene()) == 0
+
+
+def test_of_a_leftover_the_words_say_what_to_do(node: Node) -> None:
+    node.staged("h1", "8:16")
+    assert "unmount it" in only(mounting.claim_device_gone, node.scene(sdb={})).message
+
+
+def test_a_serial_is_not_asked_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """virtio asks the device for it, which can hang."""
+    read: list[str] = []
+    real = rbd_sysfs.text
+
+    def text(path: str) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(rbd_sysfs, "text", text)
+    node.staged("h1", "254:16")
+    node.scene()
+    assert [path for path in read if path.endswith("vdb/wwid")]
+    assert not [path for path in read if path.endswith(("/serial", "/cid"))]
 
 
 def test_one_volume_in_several_pods_is_one_volume(node: Node) -> None:
@@ -214,6 +308,31 @@ def test_a_raw_block_volume_and_a_mounted_one(node: Node) -> None:
     node.staged("h2", "8:32")
     trouble = only(mounting.two_claims_one_device, node.scene())
     assert "volumeDevices/publish/pvc-h1/u1" in trouble.message
+
+
+@pytest.mark.parametrize("devices", [{}, {"sdb": {}}])
+def test_a_node_that_nobody_mounted_is_not_published(node: Node, devices: dict[str, Any]) -> None:
+    """It is on disk, and outlives a reboot."""
+    node.raw("old", (8, 16), "u-old", bound=False)
+    node.staged("new", "8:32")
+    at = node.scene(**devices)
+    assert found(mounting.two_claims_one_device, at) == 0
+    assert found(mounting.claim_device_gone, at) == 0
+
+
+def test_ceph_csis_record_is_surer_than_a_node(node: Node) -> None:
+    node.raw("one", (252, 0), "u1", image="rbd1")
+    node.raw("two", (252, 0), "u2")
+    at = node.scene()
+    assert found(mounting.two_claims_one_device, at) == 0 and at.inventory
+    assert {v.handle: (v.number, v.on) for v in at.inventory.volumes} == {
+        "one": (None, ""),
+        "two": ((252, 0), "rbd0"),
+    }
+    node.raw("three", (252, 16), "u3", image="rbd1")
+    node.raw("four", (252, 16), "u4")
+    assert found(mounting.two_claims_one_device, node.scene()) == 1
+    assert found(mounting.claim_device_gone, node.scene(rbd1={})) == 2
 
 
 def test_btrfs_shows_its_device_as_its_source(node: Node) -> None:
@@ -252,7 +371,6 @@ def test_the_setting_names_selects_its_devices_too(node: Node) -> None:
     ("253:3", {"sdc": {}}, "lies on sdc"),  # hetznercloud#1364: LUKS on a disk that is gone
     ("253:3", {"dm-3": {**DEVICES["dm-3"], "slaves": []}}, "no longer has what"),
     ("253:0", {"sda1": {"dev": "8:1", "disk": "sda", "size": "0"}}, "size of 0"),
-    ("253:2", {"dm-2": {**DEVICES["dm-2"], "slaves": ["sdx", "sdy"]}}, "lies on sdx"),
 ])  # fmt: skip
 def test_a_mounted_volume_whose_device_is_gone(
     node: Node, number: str, devices: dict[str, Any], why: str
@@ -289,6 +407,14 @@ def test_a_deep_scan_finds_a_device_that_shrank_without_an_uevent(node: Node) ->
     assert found(mounting.claim_device_gone, node.scene((), deep=True)) == 0
 
 
+def test_where_no_device_is_visible_none_counts_as_gone(node: Node) -> None:
+    node.staged("h1", "8:16")
+    node.hidden = True
+    at = node.scene()
+    assert found(mounting.claim_device_gone, at) == 0 and at.inventory
+    assert ["/sys/dev/block" in gap for gap in at.inventory.gaps] == [True]
+
+
 def test_a_raw_block_volume_whose_device_is_gone(node: Node) -> None:
     node.raw("h1", (8, 16), "u1")
     assert found(mounting.claim_device_gone, node.scene()) == 0
@@ -300,6 +426,9 @@ def test_a_raw_block_volume_whose_device_is_gone(node: Node) -> None:
     ("0:40", "nfs4 /", {}),
     ("253:0", "", {"dm-0": {**DEVICES["dm-0"], "slaves": ["sd0", "sda1"]}}),  # RAID does without
     ("7:0", "", {}),
+    ("253:2", "", {"dm-2": {**DEVICES["dm-2"], "slaves": []}}),  # multipath waits for its paths
+    ("253:2", "", {"dm-2": {**DEVICES["dm-2"], "slaves": ["sdx", "sdy"]}}),
+    ("709:34", "lustre / rw 10.0.0.1@tcp:/fsx", {}),
 ])  # fmt: skip
 def test_a_device_that_works_is_not_gone(
     node: Node, number: str, rest: str, devices: dict[str, Any]
