@@ -165,13 +165,13 @@ def volumes(
         mounts = _at_or_below(targets, staging)
         meta = {} if staging in mounts else files.json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
-        device = _device(meta, image, [by_target[target].device for target in mounts], known)
+        # What is mounted within the volume is another's.
+        own = [staging] if staging in mounts else mounts
+        device = _device(meta, image, [by_target[target].device for target in own], known)
         published = publishes.get(handle, []) if handle else []
         published = [each for each in published if each.driver in ("", driver)]
         given = [by_target[each.path] for each in published if each.mounted]
-        # What is mounted within the volume is another's. Some drivers stage nothing.
-        own = [staging] if staging in mounts else mounts
-        at = [by_target[target] for target in own] or given
+        at = [by_target[target] for target in own] or given  # some drivers stage nothing
         numbers = [(mount, _number(mount, roots, known)) for mount in at]
         found.append(
             Volume(

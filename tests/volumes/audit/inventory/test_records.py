@@ -43,6 +43,17 @@ def test_mount_at_the_staging_directory_itself_counts(tmp_path: Path) -> None:
     assert records._at_or_below(["/b"], "/a") == []
 
 
+def test_what_is_mounted_within_a_volume_is_not_its_device(tmp_path: Path) -> None:
+    home = tmp_path / "plugins/kubernetes.io/csi/d.example/1"
+    home.mkdir(parents=True)
+    (home / "vol_data.json").write_text(json.dumps({"volumeHandle": "h"}))
+    mounts = [_mount(n, f"{home}/globalmount{below}") for n, below in ((1, ""), (2, "/x"))]
+    devices = [blockdev.BlockDevice("rbd2", (252, 2), "rbd", 1, False)]
+    for host, device in ((mounts, ""), (mounts[1:], "rbd2")):  # ceph-csi mounts below
+        (found,), _ = records.volumes(str(tmp_path), host, devices)
+        assert found.device == device
+
+
 def _write(home: Path, handle: str, *, age: float = 60.0) -> None:
     home.mkdir(parents=True, exist_ok=True)
     record = home / "vol_data.json"
