@@ -96,14 +96,10 @@ def read(
     drivers, links = blockdev.majors(proc), _links(Path(root, "dev/disk"))
     there = numbers(sysfs)
     names = {number: name for name, number in there}
-    found = []
-    for name, number in there:
-        made = _device(sysfs, name, number, drivers, links.get(name, ()))
-        if made.backing.startswith("/dev/") or "/volumeDevices/" in made.backing:
-            with contextlib.suppress(OSError):  # without an answer it lies on a file
-                lower = names.get(disk_below(name) or (0, 0))
-                made = dataclasses.replace(made, below=(lower,) if lower else ())
-        found.append(made)
+    found = [
+        _over(_device(sysfs, name, number, drivers, links.get(name, ())), sysfs, disk_below)
+        for name, number in there
+    ]
     mapped = {each.mapping: each.name for each in found if each.mapping}
     mounts = tuple(mountinfo.parse(_table(proc)))
     return Stack(
@@ -114,6 +110,27 @@ def read(
         opened=_opened(proc, names) if programs else None,
         nodes=dict(_nodes(root, mounts, names)),
     )
+
+
+def reached(
+    names: Iterable[str],
+    known: dict[str, StackedDevice],
+    sysfs: str | Path = blockdev.SYSFS,
+    proc: str | Path = blockdev.PROC,
+) -> None:
+    """Add to ``known`` these devices and what they lie on, as far as they are there, without links
+    and serials: virtio asks the device for its own, which can hang. OSError."""
+    drivers: dict[int, str] = {}
+    ahead = list(names)
+    while ahead:
+        name = ahead.pop()
+        number = None if name in known else blockdev.number_of(f"{sysfs}/class/block/{name}")
+        if number is not None:
+            drivers = drivers or blockdev.majors(proc)
+            made = _device(Path(sysfs), name, number, drivers, None)
+            known[name] = _over(made, sysfs, disk_below)
+        if name in known:
+            ahead += known[name].below
 
 
 def _nodes(
@@ -147,9 +164,21 @@ def numbers(sysfs: str | Path = blockdev.SYSFS) -> list[tuple[str, Number]]:
     return there
 
 
-def _device(
-    sysfs: Path, name: str, number: Number, drivers: dict[int, str], links: tuple[str, ...]
+def _over(
+    made: StackedDevice, sysfs: str | Path, disk_below: Callable[[str], Number | None]
 ) -> StackedDevice:
+    """A loop device with the block device that it lies on."""
+    if made.backing.startswith("/dev/") or "/volumeDevices/" in made.backing:
+        with contextlib.suppress(OSError):  # without an answer it lies on a file
+            lower = blockdev.name_of(disk_below(made.name) or (0, 0), sysfs)
+            return dataclasses.replace(made, below=(lower,) if lower else ())
+    return made
+
+
+def _device(
+    sysfs: Path, name: str, number: Number, drivers: dict[int, str], links: tuple[str, ...] | None
+) -> StackedDevice:
+    """``links``: None leaves the serial out as well."""
     home = f"{sysfs}/class/block/{name}"
 
     def text(*files: str) -> str:
@@ -170,9 +199,9 @@ def _device(
         # No link in /dev/disk says this: a copy of a disk would take the link of the first one.
         partuuid=text("uevent").partition("PARTUUID=")[2].partition("\n")[0],
         wwid=text(*_WWIDS),
-        serial=text(*_SERIALS),
+        serial=text(*(() if links is None else _SERIALS)),
         model=" ".join(f"{text('device/vendor')} {text('device/model')}".split()),
-        links=links,
+        links=links or (),
     )
 
 

@@ -89,7 +89,10 @@ SYMPTOMS = (
         "leaked-mount, staged-unused, mapped-elsewhere",
     ),
     ("Volume held data, and now looks empty", "content-missing"),
-    ("Volume has I/O errors", "blocklisted-client, volume-unreadable, file-system-errors"),
+    (
+        "Volume has I/O errors",
+        "blocklisted-client, volume-unreadable, claim-device-gone, file-system-errors",
+    ),
     (
         "Node pulls an image again that it had",
         "preheat-gc-fight, ImageDiskUnderPressure, ImagesDropped, preheat-pull-failed",

@@ -13,6 +13,8 @@ RULES: tuple[AuditRule, ...] = (
     mounting.leaked_mount,
     mounting.busy_mount,
     mounting.staged_unused,
+    mounting.two_claims_one_device,
+    mounting.claim_device_gone,
     mounting.file_system_errors,
     mounting.private_propagation,
     mappings.mapped_unmounted,

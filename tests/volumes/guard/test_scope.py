@@ -15,6 +15,7 @@ from linux import stack
 from linux.blockdev import Number
 from volumes import settings
 from volumes.guard import scope
+from volumes.node import naming
 
 NODES = sorted(Path(__file__).with_name("nodes").glob("*.yaml"))
 _SHAPE = ("disk", "slaves", "links", "lower")
@@ -41,7 +42,7 @@ class Tree:
             for name in {**node["devices"], **step.get("devices", {})}
             if name not in gone
         }
-        for place in ("sys/class/block", "proc/1", "proc/self", *stack.LINKS):
+        for place in ("sys/class/block", "sys/dev/block", "proc/1", "proc/self", *stack.LINKS):
             (folder / place.replace("by-", "dev/disk/by-")).mkdir(parents=True, exist_ok=True)
         for name in self.devices:
             self._device(name)
@@ -69,6 +70,8 @@ class Tree:
         for slave in fields.get("slaves", ()):
             (home / "slaves" / slave).mkdir(parents=True)
         (self.folder / "sys/class/block" / name).symlink_to(home)
+        if "dev" in fields:  # a path of NVMe multipath has none
+            (self.folder / "sys/dev/block" / fields["dev"]).symlink_to(home)
         for link in fields.get("links", ()):
             (self.folder / "dev/disk" / link).symlink_to(f"../../{name}")
 
@@ -150,7 +153,7 @@ def test_a_decision_says_which_device_decided(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_group_of_a_logical_volume(mapping: str, uuid: str, group: str) -> None:
     device = stack.StackedDevice("dm-0", (253, 0), mapping=mapping, uuid=uuid)
-    assert scope.group(device) == group
+    assert naming.group(device) == group
 
 
 def test_the_reader_tells_this_machine(tmp_path: Path) -> None:

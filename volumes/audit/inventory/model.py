@@ -115,20 +115,33 @@ class Publish:
     mounted: bool
     read_only: bool
     handle: str = ""
+    driver: str = ""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """The records of kubelet and the CSI driver about one staged volume."""
+    """The records of kubelet and the CSI driver about one staged volume, or one published as raw
+    block."""
 
     driver: str
     handle: str
-    staging: str  # the directory kubelet gave to the driver
+    staging: str  # the directory kubelet gave to the driver; of a raw one, kubelet's own
     mounts: tuple[str, ...]  # host mount points at or below it
-    device: str  # kernel name; empty when not known
+    device: str  # kernel name of the watched device; empty when not known
     image: RbdImage | None
     publishes: tuple[Publish, ...]
     name: str = ""  # the PV's name where a publish says it
+    # Of all drivers, the block device that is mounted or published as a whole:
+    number: blockdev.Number | None = None
+    on: str = ""  # its kernel name, or what the mount table calls it
+    disk: str = ""  # volumes.node.naming.disk
+    gone: str = ""  # why nothing can be read from it any more
+    read_only: bool = False  # every mount of it, or every pod's
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it is mounted or published."""
+        return self.mounts + tuple(each.path for each in self.publishes if each.mounted)
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,22 @@ directory. Files inside a mounted volume are never read.
 """
 
 import bisect
+import contextlib
+import dataclasses
 import json
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kit.errors
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs, stack
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
+from volumes.node import naming, raw_block
 
 _MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
@@ -96,16 +99,22 @@ def _staged(kubelet: str, root: str, files: Files) -> Iterator[tuple[str, str]]:
     base = f"{kubelet}/plugins/kubernetes.io/csi"
     for driver in files.names(root + base):
         if driver == "volumeDevices":
-            continue  # raw block volumes: see raw
+            continue  # raw block volumes: see _raw
         for volume in files.names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
 
 
 class _Devices:
-    """Devices by number (those of their layers too), name and image; the first of each counts."""
+    """Devices by number (those of their layers too), name and image; the first of each counts.
+    ``without``: types of file systems that lie on none."""
 
-    def __init__(self, devices: list[blockdev.BlockDevice]) -> None:
+    def __init__(
+        self, devices: list[blockdev.BlockDevice], sys: str | Path, proc: str | Path
+    ) -> None:
+        self.sys = sys
+        lines = rbd_sysfs.text(f"{proc}/filesystems").splitlines()
+        self.without = {line.split()[1] for line in lines if line.startswith("nodev")}
         self.by_number: dict[blockdev.Number, blockdev.BlockDevice] = {}
         self.by_name: dict[str, blockdev.BlockDevice] = {}
         self.by_image: dict[tuple[str, str, str], blockdev.BlockDevice] = {}
@@ -122,23 +131,27 @@ def volumes(
     host: list[mountinfo.Mount],
     devices: list[blockdev.BlockDevice],
     *,
-    root: str = "",
+    roots: Sequence[str] = ("",),
     files: Files | None = None,
     quick: bool = False,
+    sys: str | Path = blockdev.SYSFS,
+    proc: str | Path = blockdev.PROC,
 ) -> tuple[list[Volume], list[str]]:
-    """Every staged volume with its publishes and its device; and what could not be read.
+    """Every volume that is staged or published as raw block, with its publishes and its device; and
+    what could not be read.
 
-    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from,
-    ``files`` what was read of it before. ``quick``: pods in whose directories nothing was mounted
-    or unmounted since then are not looked at.
+    ``kubelet`` is its directory without symbolic links, ``roots`` the directories to read it from:
+    records are in all of them, and a device node may be bound in one only. ``files`` is what was
+    read of it before. ``quick``: pods in whose directories nothing was mounted or unmounted since
+    then are not looked at.
     """
-    files = files or Files()
+    files, root = files or Files(), roots[0]
     if not quick:
         files.begin()
     by_target = {mount.target: mount for mount in host if mountinfo.within(mount.target, kubelet)}
     targets = sorted(by_target)
     publishes = _publishes(kubelet, root, by_target, files, quick)
-    known = _Devices(devices)
+    known = _Devices(devices, sys, proc)
     found: list[Volume] = []
     gaps: list[str] = []
     for home, staging in _staged(kubelet, root, files):
@@ -148,15 +161,21 @@ def volumes(
             )
             break
         record = files.json(f"{root}{home}/vol_data.json")
-        handle = str(record.get("volumeHandle", ""))
+        driver, handle = str(record.get("driverName", "")), str(record.get("volumeHandle", ""))
         mounts = _at_or_below(targets, staging)
         meta = {} if staging in mounts else files.json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
-        device = _device(meta, image, [by_target[target] for target in mounts], known)
+        # What is mounted within the volume is another's.
+        own = [staging] if staging in mounts else mounts
+        device = _device(meta, image, [by_target[target].device for target in own], known)
         published = publishes.get(handle, []) if handle else []
+        published = [each for each in published if each.driver in ("", driver)]
+        given = [by_target[each.path] for each in published if each.mounted]
+        at = [by_target[target] for target in own] or given  # some drivers stage nothing
+        numbers = [(mount, _number(mount, roots, known)) for mount in at]
         found.append(
             Volume(
-                driver=str(record.get("driverName", "")),
+                driver=driver,
                 handle=handle,
                 staging=staging,
                 mounts=tuple(sorted(mounts)),
@@ -164,15 +183,18 @@ def volumes(
                 image=(device.image if device else None) or image,
                 publishes=tuple(published),
                 name=published[0].volume if published else str(record.get("specVolID", "")),
+                number=next((number for _, number in numbers if number), None),
+                on=next((os.path.basename(m.source) for m, number in numbers if number), ""),
+                read_only=any(each and all(map(_is_read_only, each)) for each in (at, given)),
             )
         )
-    return found, gaps
+    return [*found, *_raw(kubelet, roots, files, known, by_target)], gaps
 
 
 def on_device(name: str, kubelet: str) -> list[str]:
     """Which volume of Kubernetes lies on a device, by the records of this moment: CSI driver,
     volumeHandle and the PersistentVolume's name where a pod's record has it (else empty); nothing
-    when no record names the device. For child processes.
+    when no record names the device, or those of two volumes do. For child processes.
 
     kubelet writes its record, and ceph-csi its own, before the image is mapped, so whoever formats
     the device for a pod has left both. A scan may be older than a new device.
@@ -190,11 +212,50 @@ def on_device(name: str, kubelet: str) -> list[str]:
     if device is None:
         return []
     host = mountinfo.parse(Path("/proc/1/mountinfo").read_bytes())
-    found, _ = volumes(directory, host, [device], root=root)
-    for volume in found:
-        if volume.device == name and volume.driver and volume.handle:
-            return [volume.driver, volume.handle, volume.name]
-    return []
+    found, _ = volumes(directory, host, [device], roots=(root,))
+    disks: dict[str, stack.StackedDevice] = {}
+    with contextlib.suppress(OSError):  # then the records alone say it
+        stack.reached([name], disks)
+        found, _ = on_disks(found, disks)
+    disk = naming.disk(disks[name], disks) if name in disks else name
+    named = {
+        (each.driver, each.handle): each
+        for each in reversed(found)
+        if each.driver and each.handle and (each.device == name or each.disk == disk)
+    }
+    if len(named) != 1:
+        return []
+    (claim,) = named.values()
+    return [claim.driver, claim.handle, claim.name]
+
+
+def on_disks(
+    volumes: list[Volume],
+    known: dict[str, stack.StackedDevice],
+    sys: str | Path = blockdev.SYSFS,
+    proc: str | Path = blockdev.PROC,
+) -> tuple[list[Volume], list[str]]:
+    """With the devices of all drivers that they lie on; and what could not be read. ``known``: what
+    was read before. OSError."""
+    if all(volume.number is None for volume in volumes):
+        return volumes, []
+    there = rbd_sysfs.listed(f"{sys}/dev/block")
+    found = []
+    for volume in volumes:
+        if volume.number is not None:
+            number = "{}:{}".format(*volume.number)
+            name = blockdev.name_of(volume.number, sys)
+            stack.reached([name] if name else [], known, sys, proc)
+            gone = "the kernel no longer has it" if there and number not in there else ""
+            disk = known.get(name)
+            volume = dataclasses.replace(
+                volume,
+                on=name or volume.on or number,
+                disk=naming.disk(disk, known) if disk else "",
+                gone=naming.gone(disk, known) if disk else gone,
+            )
+        found.append(volume)
+    return found, [] if there else [f"{sys}/dev/block: shows no device, so none counts as gone"]
 
 
 def host_root(proc: str) -> str:
@@ -233,25 +294,81 @@ def host_path(path: str, root: str) -> str:
     return done or "/"
 
 
-def raw(
-    kubelet: str, devices: list[blockdev.BlockDevice], *, root: str = "", files: Files | None = None
-) -> dict[str, str]:
-    """Raw block volumes that kubelet has a record of: device name -> directory of the record.
-
-    kubelet keeps it in volumeDevices/<name>/data; ceph-csi notes image and device where kubelet had
-    the volume staged.
-    """
-    files = files or Files()
+def _raw(
+    kubelet: str,
+    roots: Sequence[str],
+    files: Files,
+    known: _Devices,
+    by_target: Mapping[str, mountinfo.Mount],
+) -> Iterator[Volume]:
+    """Raw block volumes, which kubelet keeps in volumeDevices: the record in <name>/data, and the
+    device nodes mounted at publish/<name>/<uid> and <name>/dev/<uid>. A node that is only a file
+    outlives a reboot, and says nothing. ceph-csi notes image and device where kubelet had the
+    volume staged, which is surer: a mount that nobody removed may have the number of the next
+    device."""
     base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
-    known = _Devices(devices)
-    found: dict[str, str] = {}
-    for name in files.names(root + base)[:_MOST_VOLUMES]:
-        if not files.json(f"{root}{base}/{name}/data/vol_data.json"):
+    for name in files.names(roots[0] + base)[:_MOST_VOLUMES]:
+        record = files.json(f"{roots[0]}{base}/{name}/data/vol_data.json")
+        if not record:
             continue
-        meta = files.json(f"{root}{base}/staging/{name}/image-meta.json")
-        if (device := _device(meta, _image(meta), [], known)) is not None:
-            found[device.name] = f"{base}/{name}"
+        homes = f"{base}/publish/{name}", f"{base}/{name}/dev"
+        paths = [f"{home}/{uid}" for home in homes for uid in files.names(roots[0] + home)]
+        nodes = _nodes(roots, [path for path in paths if path in by_target])
+        meta = files.json(f"{roots[0]}{base}/staging/{name}/image-meta.json")
+        image = _image(meta)
+        device = _device(meta, image, [] if image else nodes.values(), known)
+        noted = os.path.basename(str(meta.get("device") or "")) or (device.name if device else "")
+        if image and noted:
+            nodes = {
+                path: number
+                for path, number in nodes.items()
+                if blockdev.name_of(number, known.sys) in ("", noted)
+            }
+        handle = str(record.get("volumeHandle", ""))
+        pods = {os.path.basename(path): path for path in reversed(nodes)}
+        yield Volume(
+            driver=str(record.get("driverName", "")),
+            handle=handle,
+            staging=f"{base}/{name}",
+            mounts=(),
+            device=device.name if device else "",
+            image=(device.image if device else None) or image,
+            publishes=tuple(
+                Publish(uid, path, name, mounted=True, read_only=False, handle=handle)
+                for uid, path in pods.items()
+            ),
+            name=str(record.get("specVolID", name)),
+            number=next(iter(nodes.values()), None),
+        )
+
+
+def _nodes(roots: Sequence[str], paths: list[str]) -> dict[str, blockdev.Number]:
+    """Device numbers of the paths that are nodes of block devices, in the first root where they
+    are."""
+    found: dict[str, blockdev.Number] = {}
+    for root in roots:
+        with contextlib.suppress(OSError):
+            asked = raw_block.block_nodes(root, [path for path in paths if path not in found])
+            found |= {path: number for path, number in asked.items() if number}
     return found
+
+
+def _number(
+    mount: mountinfo.Mount, roots: Sequence[str], known: _Devices
+) -> blockdev.Number | None:
+    """Of the block device whose file system is mounted there, all of it: drivers that make folders
+    of one file system their volumes share a device. btrfs shows a number of its own, and Lustre one
+    that may be a disk's."""
+    on_none = mount.fstype.partition(".")[0] in known.without or not mount.source.startswith("/")
+    if mount.root != "/" or on_none:
+        return None
+    if mount.fstype == "btrfs":
+        return _nodes(roots[:1], [mount.source]).get(mount.source)
+    return mount.device if mount.major else None
+
+
+def _is_read_only(mount: mountinfo.Mount) -> bool:
+    return mount.read_only or "ro" in mount.super_options.split(",")
 
 
 def _publishes(
@@ -304,6 +421,7 @@ def _of_pod(
             mounted=mount is not None,
             read_only=mount is not None and mount.read_only,
             handle=str(record.get("volumeHandle", "")),
+            driver=str(record.get("driverName", "")),
         )
         yield path, (mount, publish)
 
@@ -326,14 +444,16 @@ def _image(meta: dict[str, Any]) -> RbdImage | None:
 def _device(
     meta: dict[str, Any],
     image: RbdImage | None,
-    mounts: list[mountinfo.Mount],
+    numbers: Iterable[blockdev.Number],
     devices: _Devices,
 ) -> blockdev.BlockDevice | None:
-    """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
-    for mount in mounts:
-        if (found := devices.by_number.get(mount.device)) is not None:
+    """The volume's device: by what is mounted or published, else by ceph-csi's record, else by the
+    image."""
+    for number in numbers:
+        if (found := devices.by_number.get(number)) is not None:
             return found
     noted = devices.by_name.get(os.path.basename(str(meta.get("device") or "")))
-    if noted is not None or image is None:
+    its = noted.image if noted else None
+    if image is None or (noted and (its is None or its.key == image.key)):  # else it is an old one
         return noted
     return devices.by_image.get(image.key)

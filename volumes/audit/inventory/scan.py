@@ -19,7 +19,7 @@ import kit.errors
 import kit.line_worker
 import kit.pause
 import kit.processes
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs, stack
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import FsErrors, Inventory, Place, User, Volume, related
@@ -215,6 +215,7 @@ class Kept:
     tables: dict[int, mountinfo.Parser] = field(default_factory=dict)  # by namespace
     places: dict[int, tuple[mountinfo.Mount, Place]] = field(default_factory=dict)  # by mount id
     visited: holders.Relevant = field(default_factory=holders.Relevant)
+    disks: dict[str, stack.StackedDevice] = field(default_factory=dict)  # of volumes, by name
 
 
 def scan(request: Request, kept: Kept | None = None) -> Inventory:
@@ -235,12 +236,18 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     root = records.host_root(request.proc)
     directory = records.host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
+    # A kubelet with a mount namespace of its own shows raw block volumes below its own root, and
+    # only to a scan that reads the processes: until the next one such a volume is out of sight.
+    kubelets = processes.kubelets if processes is not None else []
+    roots = [root, *(f"{request.proc}/{pid}/root" for pid in kubelets)]
     volumes, missing = records.volumes(
-        directory, everything, devices, root=root, files=kept.files, quick=not request.deep
-    )
-    gaps += missing
-    noted = records.raw(directory, devices, root=root, files=kept.files)
-    nodes = _tmpfs_nodes(request.proc, root, processes, everything)
+        directory, everything, devices, roots=roots, files=kept.files, quick=not request.deep,
+        sys=request.sys, proc=request.proc,
+    )  # fmt: skip
+    _forget(kept.disks, request)
+    volumes, unseen = records.on_disks(volumes, kept.disks, request.sys, request.proc)
+    gaps += missing + unseen
+    nodes = _tmpfs_nodes(roots, everything)
     no_records = ""
     # Not on a node without kubelet.
     runs = processes is not None and bool(processes.kubelets)
@@ -275,7 +282,7 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
         deep=request.deep,
         devices=tuple(watching),
         related=tuple(related(watching, others)),
-        raw=_raw(devices, everything, nodes, noted),
+        raw=_raw(devices, everything, nodes, volumes),
         fs_errors=_fs_errors(devices, request.sys, request.proc),
         host=tuple(host),
         host_spaces=tuple(tables),
@@ -359,10 +366,13 @@ def _raw(
     devices: list[blockdev.BlockDevice],
     host: list[mountinfo.Mount],
     nodes: Mapping[blockdev.Number, list[str]],
-    noted: Mapping[str, str],
+    volumes: list[Volume],
 ) -> dict[str, tuple[str, ...]]:
     """Device name -> where its node, or that of a layer, is bind-mounted, and kubelet's record."""
     bound: dict[str, list[str]] = {}
+    noted = {
+        volume.device: volume.staging for volume in volumes if "/volumeDevices/" in volume.staging
+    }
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
@@ -377,15 +387,9 @@ def _raw(
     return found
 
 
-def _tmpfs_nodes(
-    proc: str, root: str, processes: Processes | None, host: list[mountinfo.Mount]
-) -> dict[blockdev.Number, list[str]]:
+def _tmpfs_nodes(roots: list[str], host: list[mountinfo.Mount]) -> dict[blockdev.Number, list[str]]:
     """Bind mounts of device nodes that somebody made by mknod in a tmpfs, as a kubelet in a
-    container has them: there the name says nothing, the number does. A kubelet with a mount
-    namespace of its own shows them below its own root."""
-    roots = [root]
-    if processes is not None:
-        roots += [f"{proc}/{pid}/root" for pid in processes.kubelets]
+    container has them: there the name says nothing, the number does."""
     found: dict[blockdev.Number, list[str]] = {}
     for mount in host:
         if mount.fstype != "tmpfs" or not raw_block.is_published(mount):
@@ -411,6 +415,22 @@ def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:
             below = real[len(mount.target.rstrip("/")) :]
             return holders.place(inode, mount), (mount.root.rstrip("/") + below).rstrip("/") or "/"
     return None
+
+
+def _forget(known: dict[str, stack.StackedDevice], request: Request) -> None:
+    """Devices below volumes that are to be read again: when an uevent names them. None comes for
+    one that shrinks to nothing, so a deep scan asks."""
+
+    def is_old(name: str) -> bool:
+        if request.changed is None or name in request.changed:
+            return True
+        if not request.deep:
+            return False
+        size = rbd_sysfs.text(f"{request.sys}/class/block/{name}/size")
+        return (size in ("", "0")) is bool(known[name].size)
+
+    for name in list(filter(is_old, known)):
+        del known[name]
 
 
 def _named(

@@ -1,5 +1,5 @@
-"""Rules about mounts: leaked-mount, busy-mount, staged-unused, file-system-errors,
-private-propagation, host-mount-options.
+"""Rules about mounts: leaked-mount, busy-mount, staged-unused, two-claims-one-device,
+claim-device-gone, file-system-errors, private-propagation, host-mount-options.
 
 Why: a device can be released only after its last mount is gone, in every mount namespace. A
 container that copied the host's mounts privately never receives the host's unmount, so it keeps the
@@ -316,6 +316,79 @@ def forgotten(inventory: Inventory) -> list[Volume]:
     nobody knows whose they are."""
     found = (v for v in inventory.volumes if v.mounts and v.handle and not v.publishes)
     return [] if inventory.no_records else [each for each in found if each.device]
+
+
+# -- two-claims-one-device, claim-device-gone: of every CSI driver -----------------------------
+
+
+@node_rule("two-claims-one-device", Severity.CRITICAL, 0.0, records=True)
+def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """Two volumes of Kubernetes are on one disk. Who only reads it mixes nothing."""
+    disks: dict[str, dict[tuple[str, str], Volume]] = {}
+    for volume in inventory.volumes:
+        if volume.disk and volume.handle and scene.settings.watches(volume.on):
+            disks.setdefault(volume.disk, {}).setdefault((volume.driver, volume.handle), volume)
+    for disk, volumes in disks.items():
+        if len(volumes) < 2 or all(volume.read_only for volume in volumes.values()):
+            continue
+        first = min(volumes.values(), key=lambda volume: volume.on)
+        names = ", ".join(sorted({volume.on for volume in volumes.values()}))
+        yield Trouble(
+            subject=first.on,
+            key="+".join("/".join(each) for each in sorted(volumes)[:4]),
+            device=first.device or first.on,
+            message=f"{len(volumes)} volumes are on one disk ({names}): "
+            + "; ".join(_claimed(volume) for volume in list(volumes.values())[:4]),
+            advice="one volume's data overwrites the other's. Either the CSI driver took the wrong "
+            "disk (a stale link in /dev/disk, a name that another disk has now), or two "
+            "PersistentVolumes name one volume. End the pods of all of them at once and delete no "
+            "claim. Find out from the storage whose disk it is, check that volume with fsck or "
+            "restore it, and tell the driver's maintainers",
+            evidence={"disk": disk, **_claim_evidence(*volumes.values())},
+        )
+
+
+# The mount table is read a moment before the kernel's devices, and an unmount may come between.
+@node_rule("claim-device-gone", Severity.CRITICAL, 5.0, records=True)
+def claim_device_gone(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    """A volume is mounted or published, and its device is no longer there."""
+    gone = {
+        f"{volume.driver}/{volume.handle or volume.staging}": volume
+        for volume in reversed(inventory.volumes)
+        if volume.gone and scene.settings.watches(volume.on)
+    }
+    for key, volume in gone.items():
+        yield Trouble(
+            subject=volume.on,
+            key=key,
+            device=volume.device or volume.on,
+            message=f"{_claimed(volume)} lost its device {volume.on}: {volume.gone}",
+            advice="somebody detached or unplugged the disk, or the storage lost it. What was not "
+            "written yet is lost, and the mount never recovers, even if the disk comes back. End "
+            "the volume's pods so that kubelet unmounts it, attach the disk again, and check its "
+            "file system before the next mount",
+            evidence=_claim_evidence(volume),
+        )
+
+
+def _claimed(volume: Volume) -> str:
+    pods = ", ".join(sorted({each.pod_uid for each in volume.publishes}))
+    who = f"PersistentVolume {volume.name}, " if volume.name else ""
+    left = "no pod has it: if none starts, unmount it"
+    return f"{who}volume {volume.handle} ({f'pod {pods}' if pods else left}) at " + ", ".join(
+        volume.places[:2]
+    )
+
+
+def _claim_evidence(*volumes: Volume) -> dict[str, str]:
+    pods = {publish.pod_uid for volume in volumes for publish in volume.publishes}
+    return {
+        "volume": ", ".join(volume.handle for volume in volumes[:4]),
+        "claim": ", ".join(volume.name for volume in volumes[:4] if volume.name),
+        "driver": ", ".join(sorted({volume.driver for volume in volumes})),
+        "pods": ", ".join(sorted(pods)[:8]),
+        "targets": ", ".join(place for volume in volumes[:4] for place in volume.places[:4]),
+    }
 
 
 # -- file-system-errors ------------------------------------------------------------------------

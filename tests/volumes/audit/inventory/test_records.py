@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, rbd_sysfs, stack
 from volumes.audit.inventory import records
+from volumes.node import raw_block
 
 
 def _mount(number: int, target: str) -> mountinfo.Mount:
@@ -40,6 +41,17 @@ def test_mount_at_the_staging_directory_itself_counts(tmp_path: Path) -> None:
     assert records._at_or_below(["/a", "/a-b", "/a/b", "/a0", "/b"], "/a") == ["/a", "/a/b"]
     assert records._at_or_below(["/a/b"], "/a") == ["/a/b"]
     assert records._at_or_below(["/b"], "/a") == []
+
+
+def test_what_is_mounted_within_a_volume_is_not_its_device(tmp_path: Path) -> None:
+    home = tmp_path / "plugins/kubernetes.io/csi/d.example/1"
+    home.mkdir(parents=True)
+    (home / "vol_data.json").write_text(json.dumps({"volumeHandle": "h"}))
+    mounts = [_mount(n, f"{home}/globalmount{below}") for n, below in ((1, ""), (2, "/x"))]
+    devices = [blockdev.BlockDevice("rbd2", (252, 2), "rbd", 1, False)]
+    for host, device in ((mounts, ""), (mounts[1:], "rbd2")):  # ceph-csi mounts below
+        (found,), _ = records.volumes(str(tmp_path), host, devices)
+        assert found.device == device
 
 
 def _write(home: Path, handle: str, *, age: float = 60.0) -> None:
@@ -120,3 +132,100 @@ def test_quick_scan_forgets_nothing_of_a_whole_one(
     assert (scan(quick=True), scan(quick=True), scan(quick=False)) == (0, 0, 0)
     (home.parent / "pv-2").mkdir()
     assert scan(quick=False) == 1
+
+
+def _raw(kubelet: Path, name: str, meta: dict[str, Any] | None = None) -> str:
+    base = kubelet / "plugins/kubernetes.io/csi/volumeDevices"
+    record = {"driverName": "d.example", "volumeHandle": f"h-{name}", "specVolID": name}
+    (base / name / "data").mkdir(parents=True)
+    (base / name / "data/vol_data.json").write_text(json.dumps(record))
+    for home in (base / "publish" / name, base / name / "dev"):
+        home.mkdir(parents=True)
+        (home / "uid").touch()
+    if meta is not None:
+        (base / "staging" / name).mkdir(parents=True)
+        (base / "staging" / name / "image-meta.json").write_text(json.dumps(meta))
+    return f"{base}/publish/{name}/uid"
+
+
+def _table(kubelet: Path, *targets: str) -> list[mountinfo.Mount]:
+    lines = (f"9 1 0:6 /node {target} rw - devtmpfs devtmpfs rw" for target in targets)
+    return [mountinfo.parse_line(line.encode()) for line in lines]
+
+
+def test_raw_block_volumes_are_found_by_ceph_csis_record_else_by_their_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody removed has the number of the device that came after it."""
+    one = _raw(tmp_path, "one", {"pool": "rbd", "image": "one", "device": "/dev/rbd1"})
+    two = _raw(tmp_path, "two")
+    _raw(tmp_path, "three")
+    also = one.replace("publish/one", "one/dev")
+    (tmp_path / "sys/dev/block").mkdir(parents=True)
+    for n in (0, 1):
+        (tmp_path / f"sys/dev/block/252:{n}").symlink_to(f"../../rbd{n}")
+
+    def nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
+        there = {one: (252, 0), also: (252, 1), two: (252, 0)} if root == "/kubelets" else {}
+        return {target: there.get(target) for target in targets}
+
+    monkeypatch.setattr(raw_block, "block_nodes", nodes)
+    devices = [blockdev.BlockDevice(f"rbd{n}", (252, n), "rbd", 1, False) for n in (0, 1)]
+    found, _ = records.volumes(
+        str(tmp_path), _table(tmp_path, one, also, two), devices,
+        roots=("", "/kubelets"), sys=tmp_path / "sys",
+    )  # fmt: skip
+    assert {(v.name, v.handle, v.device, v.number) for v in found} == {
+        ("one", "h-one", "rbd1", (252, 1)),
+        ("two", "h-two", "rbd0", (252, 0)),
+        ("three", "h-three", "", None),
+    }
+    assert [p.path for v in found for p in v.publishes] == [also, two]
+
+
+def test_an_old_record_of_ceph_csi_names_a_device_that_shows_another_image() -> None:
+    image = rbd_sysfs.RbdImage(pool="rbd", name="new")
+    device = blockdev.BlockDevice("rbd0", (252, 0), "rbd", 1, False, image=image)
+    known = records._Devices([device], "/none", "/none")
+    for name, found in (("new", device), ("old", None)):
+        meta = {"pool": "rbd", "image": name, "device": "/dev/rbd0"}
+        assert records._device(meta, records._image(meta), (), known) is found
+
+
+@pytest.mark.parametrize(("bound", "expected"), [
+    ((), []),  # a node that is only a file
+    (("one",), ["d.example", "h-one", "one"]),
+    (("one", "two"), []),  # two records fit
+])  # fmt: skip
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_is_named_for_the_witness_by_what_is_published(
+    bound: tuple[str, ...],
+    expected: list[str],
+    fails: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For any CSI driver. What cannot be read adds nothing."""
+    paths = {name: _raw(tmp_path, name) for name in ("one", "two")}
+    made = {
+        "vdb": blockdev.BlockDevice("vdb", (252, 0), "virtblk", 1, False),
+        "dm-9": blockdev.BlockDevice("dm-9", (253, 9), "device-mapper", 1, False),
+    }
+    monkeypatch.setattr(blockdev, "identify", made.get)
+    monkeypatch.setattr(blockdev, "name_of", lambda number, sysfs: "vdb")
+    monkeypatch.setattr(records, "host_root", lambda proc: "")
+    monkeypatch.setattr(
+        raw_block, "block_nodes", lambda root, targets: dict.fromkeys(targets, (252, 0))
+    )
+    table = _table(tmp_path, *(paths[name] for name in bound))
+    monkeypatch.setattr(mountinfo, "parse", lambda data: table)
+
+    def reached(names: Any, known: dict[str, stack.StackedDevice], *_: Any) -> None:
+        if fails:
+            raise OSError(5, "no sysfs")
+        luks = stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",))
+        known |= {"vdb": stack.StackedDevice("vdb", (252, 0), size=1), "dm-9": luks}
+
+    monkeypatch.setattr(stack, "reached", reached)
+    assert records.on_device("vdb", str(tmp_path)) == expected
+    assert records.on_device("dm-9", str(tmp_path)) == ([] if fails else expected)
