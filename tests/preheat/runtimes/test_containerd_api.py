@@ -265,7 +265,7 @@ async def test_breaker_opens_when_the_runtime_dies_on_a_call(
     with pytest.raises(base.RuntimeGoneError):
         await pull
     with pytest.raises(base.BreakerOpenError):
-        await box.begin(base.Hold("note", image.ref, "operator", state="paused"))
+        await box.begin(base.Hold("pull", "r.e/fw/next:v1", "operator"))
     rig.daemon.start()
     await until(lambda: not box.connection.breaker.rests)
     await box.connect()
