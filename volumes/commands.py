@@ -470,7 +470,7 @@ def allow_format(ctx: CommandContext, device: str, volume_id: str, reason: str) 
 
 @terminal.command(volume, "list")
 def list_(ctx: CommandContext) -> Shown:
-    """Guarded block devices: what they hold, where they are mounted, what is wrong."""
+    """Guarded block devices with image, state, volume and number of findings."""
     return terminal.call(ctx, "GET", "/v1/audit/devices")["devices"], _device_table
 
 

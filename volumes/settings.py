@@ -73,7 +73,8 @@ class GuardSettings(kit.settings.Section):
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
     """Devices whose writes the guard reports, in addition to those of `drivers`. ceph: none. csi:
-    all but the node's own disks. all: all but disks of the root file system and swaps."""
+    all but the node's own disks. all: all but disks of the root file system and of
+    swaps, disks that `own` names, and memory or removable media."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
     'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches devices
