@@ -21,7 +21,6 @@ from enum import StrEnum
 from linux.stack import Stack, StackedDevice, named
 from volumes import settings
 from volumes.node import raw_block
-from volumes.node.naming import group, identity
 
 # Memory and removable media: nothing there outlives a reboot, or no driver makes volumes of it.
 NEVER = frozenset({"ramdisk", "zram", "sr", "fd", "mtdblock"})
@@ -75,6 +74,37 @@ class Judgement:
 
     def __str__(self) -> str:
         return f"{self.whose}: {self.why}" + (f" ({self.of})" if self.of else "")
+
+
+def identity(device: StackedDevice) -> str:
+    """What stays the same over reboots, the surest that there is; empty: nothing does."""
+    links = [link for link in device.links if link.startswith("by-path/")]
+    ids = [link for link in device.links if link.startswith("by-id/")]
+    raid = [link for link in ids if link.startswith("by-id/md-uuid-")]
+    slot = device.model.startswith("IET ")  # tgt: these name its target, and the next volume there
+    said = (
+        ("dm", device.uuid or device.mapping),
+        ("md", raid[0] if raid else ""),
+        ("part", device.partuuid if _tells(device.partuuid[:-3]) else ""),
+        ("wwid", device.wwid if _tells(device.wwid) and not slot else ""),
+        ("serial", device.serial if _tells(device.serial) and not slot else ""),
+        ("file", device.backing),
+        ("path", links[0].partition("/")[2] if links else ""),
+        ("id", ids[0].partition("/")[2] if ids and not slot else ""),
+    )
+    return next((f"{kind}:{text}" for kind, text in said if text), "")
+
+
+def _tells(text: str) -> bool:
+    """Some disks say nothing but zeros."""
+    return bool(set(text.rpartition(".")[2]) - set("0-: "))
+
+
+def group(device: StackedDevice) -> str:
+    """The volume group of a logical volume: LVM doubles the dashes of names and joins by one."""
+    if not device.uuid.startswith("LVM-"):
+        return ""
+    return device.mapping.replace("--", "\0").partition("-")[0].replace("\0", "-")
 
 
 def names(pattern: str, device: StackedDevice) -> bool:

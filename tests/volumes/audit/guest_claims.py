@@ -16,12 +16,11 @@ KEY = "/run/key"
 LUKS = ("--type", "luks2", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000")
 
 
-def disks(*options: str) -> list[str]:
-    """New ones."""
+def disks() -> list[str]:
+    """Three new ones."""
     before = set(os.listdir("/sys/block"))
-    run("modprobe", "scsi_debug", "dev_size_mb=48", *options)
-    count = 3 if "add_host=3" in options else 2
-    waiting.until(lambda: len(set(os.listdir("/sys/block")) - before) == count, 60.0, "the disks")
+    run("modprobe", "scsi_debug", "dev_size_mb=48", "add_host=3", "per_host_store=1")
+    waiting.until(lambda: len(set(os.listdir("/sys/block")) - before) == 3, 60.0, "the disks")
     return sorted(set(os.listdir("/sys/block")) - before)
 
 
@@ -61,18 +60,7 @@ def told(when: str, changed: tuple[str, ...]) -> None:
 def main() -> None:
     os.environ["DM_DISABLE_UDEV"] = "1"
     Path(KEY).write_bytes(b"k" * 64)
-    # Two nodes of one disk: the disk's name says nothing of its host, and they share the bytes.
-    one, other = disks("add_host=2", "vpd_use_hostno=0")
-    run("mkfs.ext4", "-q", "-F", f"/dev/{one}")
-    staged("one", f"/dev/{one}")
-    told("one node", ())
-    staged("other", f"/dev/{other}")
-    told("two nodes", ())
-    for handle in ("one", "other"):
-        run("umount", str(CSI / "disk.csi.example" / handle / "globalmount"))
-    say(f"removed {run('modprobe', '-r', 'scsi_debug').returncode}")
-
-    plain, secret, raw = disks("add_host=3", "per_host_store=1")
+    plain, secret, raw = disks()
     run("mkfs.ext4", "-q", "-F", f"/dev/{plain}")
     staged("plain", f"/dev/{plain}")
     run("cryptsetup", "-q", "luksFormat", *LUKS, f"/dev/{secret}", "-d", KEY)

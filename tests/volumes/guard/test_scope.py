@@ -15,7 +15,6 @@ from linux import stack
 from linux.blockdev import Number
 from volumes import settings
 from volumes.guard import scope
-from volumes.node import naming
 
 NODES = sorted(Path(__file__).with_name("nodes").glob("*.yaml"))
 _SHAPE = ("disk", "slaves", "links", "lower")
@@ -153,7 +152,7 @@ def test_a_decision_says_which_device_decided(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_group_of_a_logical_volume(mapping: str, uuid: str, group: str) -> None:
     device = stack.StackedDevice("dm-0", (253, 0), mapping=mapping, uuid=uuid)
-    assert naming.group(device) == group
+    assert scope.group(device) == group
 
 
 def test_the_reader_tells_this_machine(tmp_path: Path) -> None:

@@ -13,16 +13,14 @@ NODE_OF_ALL: dict[str, Any] = {
     "drivers": {8: "sd", 252: "virtblk", 253: "device-mapper", 259: "blkext", 7: "loop"},
     "mounts": [],
     "devices": {
-        # two paths of one LUN, and multipath and LUKS on them
+        # two paths of one LUN, multipath and LUKS on them
         "sdf": {"dev": "8:80", "device/wwid": "naa.600a0b80000001", "device/model": "LUN"},
         "sdg": {"dev": "8:96", "device/wwid": "naa.600a0b80000001", "device/model": "LUN"},
         "dm-2": {"dev": "253:2", "dm/name": "mpatha", "dm/uuid": "mpath-3600a0b80000001",
                  "slaves": ["sdf", "sdg"]},
         "dm-3": {"dev": "253:3", "dm/name": "luks-1", "dm/uuid": "CRYPT-LUKS2-1-luks-1",
                  "slaves": ["dm-2"]},
-        "dm-4": {"dev": "253:4", "dm/name": "mpatha1", "dm/uuid": "part1-mpath-3600a0b80000001",
-                 "slaves": ["dm-2"]},
-        "sdh": {"dev": "8:112"},
+        "sdf1": {"dev": "8:81", "disk": "sdf"},
     },
 }  # fmt: skip
 
@@ -32,19 +30,9 @@ def devices(tmp_path: Path) -> dict[str, StackedDevice]:
     return {each.name: each for each in Tree(tmp_path, NODE_OF_ALL, {}).read().devices}
 
 
-def test_a_part_of_a_disk_is_the_same_through_multipath(devices: dict[str, StackedDevice]) -> None:
-    devices["sdg1"] = StackedDevice("sdg1", (8, 97), partition=True, below=("sdg",))
-    assert naming.disk(devices["dm-4"], devices) == naming.disk(devices["sdg1"], devices)
-    assert naming.disk(devices["dm-4"], devices) != naming.disk(devices["sdg"], devices)
-    paths = {naming.disk(devices[name], devices) for name in ("sdf", "sdg", "dm-2", "dm-3")}
-    assert len(paths) == 1
-    for made in (
-        StackedDevice("nvme0n1", (259, 0)),
-        StackedDevice("nvme0n1p2", (259, 9), partition=True, below=("nvme0n1",)),
-        StackedDevice("dm-9", (253, 9), uuid="part2-mpath-1", below=("nvme0n1",)),
-    ):
-        devices[made.name] = made
-    assert naming.disk(devices["nvme0n1p2"], devices) == naming.disk(devices["dm-9"], devices)
+def test_what_is_on_all_of_a_disk_is_that_disk(devices: dict[str, StackedDevice]) -> None:
+    said = {name: naming.disk(each, devices) for name, each in devices.items()}
+    assert said == {"sdf": "8:80", "sdg": "8:96", "dm-2": "8:80", "dm-3": "8:80", "sdf1": "8:81"}
 
 
 @pytest.mark.parametrize("name", NODE)
@@ -59,3 +47,20 @@ def test_no_two_disks_of_a_node_are_one(name: str, tmp_path: Path) -> None:
         if not through and each.size:
             said.setdefault(naming.disk(each, found), set()).add(each.wwid or each.name)
     assert [each for each in said.values() if len(each) > 1] == []
+
+
+@pytest.mark.parametrize(("device", "expected"), [
+    (StackedDevice("dm-1", (253, 1), size=1, uuid="LVM-1"), True),
+    (StackedDevice("dm-1", (253, 1), size=1, uuid="CRYPT-1", below=("sdz",)), True),
+    (StackedDevice("sdz1", (8, 9), size=1, partition=True, below=("sdz",)), True),
+    (StackedDevice("loop1", (7, 1), driver="loop", size=1, below=("sdz",)), True),
+    (StackedDevice("drbd1", (147, 1), driver="drbd", size=1, below=("sdz",)), False),
+    (StackedDevice("dm-1", (253, 1), size=1, uuid="mpath-1", below=("sdz",)), False),
+    (StackedDevice("md1", (9, 1), driver="md", size=1, below=("sdz",)), False),
+    (StackedDevice("md1", (9, 1), driver="md", below=("sdz",)), True),  # it stopped
+])  # fmt: skip
+def test_what_lost_the_only_device_that_it_lies_on(device: StackedDevice, expected: bool) -> None:
+    """DRBD reads from a peer, multipath waits, and others say it by their size."""
+    assert bool(naming.gone(device, {})) is expected
+    over = StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-2", below=(device.name,))
+    assert bool(naming.gone(over, {device.name: device})) is expected

@@ -139,6 +139,10 @@ class Volume:
     read_only: bool = False  # every mount of it, or every pod's
 
     @property
+    def is_raw(self) -> bool:
+        return "/volumeDevices/" in self.staging
+
+    @property
     def places(self) -> tuple[str, ...]:
         """Where it is mounted or published."""
         return self.mounts + tuple(each.path for each in self.publishes if each.mounted)

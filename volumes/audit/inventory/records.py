@@ -11,6 +11,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from volumes.node import naming, raw_block
 
 _MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
+_NODE = re.compile(r"/[^/]+//deleted")  # the kernel's own, and none of LVM in /dev/mapper
 _MOST_LINKS = 40  # as the kernel
 # A file system's clock advances in steps: what changed less long ago is read again.
 _SETTLED_SECONDS = 2.0
@@ -167,7 +169,9 @@ def volumes(
         image = _image(meta)
         # What is mounted within the volume is another's.
         own = [staging] if staging in mounts else mounts
-        device = _device(meta, image, [by_target[target].device for target in own], known)
+        below = (by_target[target] for target in mounts)
+        on_disk = [mount.device for mount in below if not _lies_on_none(mount, known)]
+        device = _device(meta, image, on_disk, known)
         published = publishes.get(handle, []) if handle else []
         published = [each for each in published if each.driver in ("", driver)]
         given = [by_target[each.path] for each in published if each.mounted]
@@ -185,7 +189,7 @@ def volumes(
                 name=published[0].volume if published else str(record.get("specVolID", "")),
                 number=next((number for _, number in numbers if number), None),
                 on=next((os.path.basename(m.source) for m, number in numbers if number), ""),
-                read_only=any(each and all(map(_is_read_only, each)) for each in (at, given)),
+                read_only=any(each and all(m.read_only for m in each) for each in (at, given)),
             )
         )
     return [*found, *_raw(kubelet, roots, files, known, by_target)], gaps
@@ -194,7 +198,8 @@ def volumes(
 def on_device(name: str, kubelet: str) -> list[str]:
     """Which volume of Kubernetes lies on a device, by the records of this moment: CSI driver,
     volumeHandle and the PersistentVolume's name where a pod's record has it (else empty); nothing
-    when no record names the device, or those of two volumes do. For child processes.
+    when no record names the device. A volume is on it, too, that is on the same disk or published
+    from it as raw block, where only one is. For child processes.
 
     kubelet writes its record, and ceph-csi its own, before the image is mapped, so whoever formats
     the device for a pod has left both. A scan may be older than a new device.
@@ -217,16 +222,13 @@ def on_device(name: str, kubelet: str) -> list[str]:
     with contextlib.suppress(OSError):  # then the records alone say it
         stack.reached([name], disks)
         found, _ = on_disks(found, disks)
-    disk = naming.disk(disks[name], disks) if name in disks else name
-    named = {
-        (each.driver, each.handle): each
-        for each in reversed(found)
-        if each.driver and each.handle and (each.device == name or each.disk == disk)
-    }
-    if len(named) != 1:
-        return []
-    (claim,) = named.values()
-    return [claim.driver, claim.handle, claim.name]
+    claims = [each for each in found if each.driver and each.handle]
+    direct = [each for each in claims if each.device == name and not each.is_raw]
+    if not direct:
+        disk = naming.disk(disks[name], disks) if name in disks else name
+        there = [e for e in claims if e.number and (e.number == device.number or e.disk == disk)]
+        direct = there if len({(each.driver, each.handle) for each in there}) == 1 else []
+    return [direct[0].driver, direct[0].handle, direct[0].name] if direct else []
 
 
 def on_disks(
@@ -245,6 +247,7 @@ def on_disks(
         if volume.number is not None:
             number = "{}:{}".format(*volume.number)
             name = blockdev.name_of(volume.number, sys)
+            home = f"{sys}/dev/block/{number}"
             stack.reached([name] if name else [], known, sys, proc)
             gone = "the kernel no longer has it" if there and number not in there else ""
             disk = known.get(name)
@@ -253,6 +256,7 @@ def on_disks(
                 on=name or volume.on or number,
                 disk=naming.disk(disk, known) if disk else "",
                 gone=naming.gone(disk, known) if disk else gone,
+                read_only=volume.read_only or rbd_sysfs.text(f"{home}/ro") == "1",
             )
         found.append(volume)
     return found, [] if there else [f"{sys}/dev/block: shows no device, so none counts as gone"]
@@ -303,9 +307,9 @@ def _raw(
 ) -> Iterator[Volume]:
     """Raw block volumes, which kubelet keeps in volumeDevices: the record in <name>/data, and the
     device nodes mounted at publish/<name>/<uid> and <name>/dev/<uid>. A node that is only a file
-    outlives a reboot, and says nothing. ceph-csi notes image and device where kubelet had the
-    volume staged, which is surer: a mount that nobody removed may have the number of the next
-    device."""
+    outlives a reboot, and says nothing. Where the kernel deleted it, its device is gone, and the
+    number may be the next one's. ceph-csi notes image and device where kubelet had the volume
+    staged: then only a node of a device that shows this image counts."""
     base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
     for name in files.names(roots[0] + base)[:_MOST_VOLUMES]:
         record = files.json(f"{roots[0]}{base}/{name}/data/vol_data.json")
@@ -313,19 +317,20 @@ def _raw(
             continue
         homes = f"{base}/publish/{name}", f"{base}/{name}/dev"
         paths = [f"{home}/{uid}" for home in homes for uid in files.names(roots[0] + home)]
-        nodes = _nodes(roots, [path for path in paths if path in by_target])
+        bound = [by_target[path] for path in paths if path in by_target]
+        bound = [mount for mount in bound if mount.fstype in ("devtmpfs", "tmpfs")]
+        lost = [mount for mount in bound if mount.root.endswith("//deleted")]
+        nodes = _nodes(roots, [mount.target for mount in bound if mount not in lost])
         meta = files.json(f"{roots[0]}{base}/staging/{name}/image-meta.json")
         image = _image(meta)
-        device = _device(meta, image, [] if image else nodes.values(), known)
-        noted = os.path.basename(str(meta.get("device") or "")) or (device.name if device else "")
-        if image and noted:
-            nodes = {
-                path: number
-                for path, number in nodes.items()
-                if blockdev.name_of(number, known.sys) in ("", noted)
-            }
+        device = _device(meta, image, () if image else nodes.values(), known)
+        if image:
+            its = device.image if device else None
+            shown = device.name if device and its and its.key == image.key else ""
+            nodes = {p: n for p, n in nodes.items() if shown and _reaches(n, shown, known.sys)}
+        lost = [mount for mount in lost if _NODE.match(mount.root) and not nodes]
         handle = str(record.get("volumeHandle", ""))
-        pods = {os.path.basename(path): path for path in reversed(nodes)}
+        pods = {os.path.basename(path): path for path in [*nodes, *(m.target for m in lost)][::-1]}
         yield Volume(
             driver=str(record.get("driverName", "")),
             handle=handle,
@@ -339,7 +344,17 @@ def _raw(
             ),
             name=str(record.get("specVolID", name)),
             number=next(iter(nodes.values()), None),
+            on=lost[0].root.split("/")[1] if lost else "",
+            gone="the kernel deleted its node in /dev" if lost else "",
         )
+
+
+def _reaches(number: blockdev.Number, device: str, sys: str | Path) -> bool:
+    """Whether that device lies on ``device``, or is it: LUKS on an image."""
+    names = [blockdev.name_of(number, sys)]
+    for name in names:
+        names += rbd_sysfs.listed(f"{sys}/class/block/{name}/slaves") if name else ()
+    return device in names
 
 
 def _nodes(roots: Sequence[str], paths: list[str]) -> dict[str, blockdev.Number]:
@@ -359,16 +374,16 @@ def _number(
     """Of the block device whose file system is mounted there, all of it: drivers that make folders
     of one file system their volumes share a device. btrfs shows a number of its own, and Lustre one
     that may be a disk's."""
-    on_none = mount.fstype.partition(".")[0] in known.without or not mount.source.startswith("/")
-    if mount.root != "/" or on_none:
+    if mount.root != "/" or _lies_on_none(mount, known):
         return None
     if mount.fstype == "btrfs":
         return _nodes(roots[:1], [mount.source]).get(mount.source)
     return mount.device if mount.major else None
 
 
-def _is_read_only(mount: mountinfo.Mount) -> bool:
-    return mount.read_only or "ro" in mount.super_options.split(",")
+def _lies_on_none(mount: mountinfo.Mount, known: _Devices) -> bool:
+    """Its number may be a disk's all the same."""
+    return mount.fstype.partition(".")[0] in known.without or not mount.source.startswith("/")
 
 
 def _publishes(
@@ -453,7 +468,6 @@ def _device(
         if (found := devices.by_number.get(number)) is not None:
             return found
     noted = devices.by_name.get(os.path.basename(str(meta.get("device") or "")))
-    its = noted.image if noted else None
-    if image is None or (noted and (its is None or its.key == image.key)):  # else it is an old one
+    if noted is not None or image is None:
         return noted
     return devices.by_image.get(image.key)

@@ -370,9 +370,7 @@ def _raw(
 ) -> dict[str, tuple[str, ...]]:
     """Device name -> where its node, or that of a layer, is bind-mounted, and kubelet's record."""
     bound: dict[str, list[str]] = {}
-    noted = {
-        volume.device: volume.staging for volume in volumes if "/volumeDevices/" in volume.staging
-    }
+    noted = {volume.device: volume.staging for volume in volumes if volume.is_raw}
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)

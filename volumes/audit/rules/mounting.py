@@ -321,7 +321,8 @@ def forgotten(inventory: Inventory) -> list[Volume]:
 # -- two-claims-one-device, claim-device-gone: of every CSI driver -----------------------------
 
 
-@node_rule("two-claims-one-device", Severity.CRITICAL, 0.0, records=True)
+# Mount table, records and devices are read one after the other: two looks must agree.
+@node_rule("two-claims-one-device", Severity.CRITICAL, 5.0, records=True)
 def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     """Two volumes of Kubernetes are on one disk. Who only reads it mixes nothing."""
     disks: dict[str, dict[tuple[str, str], Volume]] = {}

@@ -43,17 +43,6 @@ def test_mount_at_the_staging_directory_itself_counts(tmp_path: Path) -> None:
     assert records._at_or_below(["/b"], "/a") == []
 
 
-def test_what_is_mounted_within_a_volume_is_not_its_device(tmp_path: Path) -> None:
-    home = tmp_path / "plugins/kubernetes.io/csi/d.example/1"
-    home.mkdir(parents=True)
-    (home / "vol_data.json").write_text(json.dumps({"volumeHandle": "h"}))
-    mounts = [_mount(n, f"{home}/globalmount{below}") for n, below in ((1, ""), (2, "/x"))]
-    devices = [blockdev.BlockDevice("rbd2", (252, 2), "rbd", 1, False)]
-    for host, device in ((mounts, ""), (mounts[1:], "rbd2")):  # ceph-csi mounts below
-        (found,), _ = records.volumes(str(tmp_path), host, devices)
-        assert found.device == device
-
-
 def _write(home: Path, handle: str, *, age: float = 60.0) -> None:
     home.mkdir(parents=True, exist_ok=True)
     record = home / "vol_data.json"
@@ -148,84 +137,143 @@ def _raw(kubelet: Path, name: str, meta: dict[str, Any] | None = None) -> str:
     return f"{base}/publish/{name}/uid"
 
 
-def _table(kubelet: Path, *targets: str) -> list[mountinfo.Mount]:
-    lines = (f"9 1 0:6 /node {target} rw - devtmpfs devtmpfs rw" for target in targets)
-    return [mountinfo.parse_line(line.encode()) for line in lines]
+def _line(number: str, target: str, rest: str) -> mountinfo.Mount:
+    root, more = rest.split(" ", 1)
+    return mountinfo.parse_line(f"9 1 {number} {root} {target} rw - {more} rw".encode())
 
 
-def test_raw_block_volumes_are_found_by_ceph_csis_record_else_by_their_nodes(
+def _bound(target: str, root: str = "/node") -> mountinfo.Mount:
+    return _line("0:6", target, f"{root} devtmpfs devtmpfs")
+
+
+def _rbd(number: int, image: str = "") -> blockdev.BlockDevice:
+    its = rbd_sysfs.RbdImage(pool="rbd", name=image) if image else None
+    return blockdev.BlockDevice(f"rbd{number}", (252, number), "rbd", 1, False, image=its)
+
+
+def test_raw_block_volumes_are_found_by_their_nodes_and_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that nobody removed has the number of the device that came after it."""
-    one = _raw(tmp_path, "one", {"pool": "rbd", "image": "one", "device": "/dev/rbd1"})
-    two = _raw(tmp_path, "two")
-    _raw(tmp_path, "three")
-    also = one.replace("publish/one", "one/dev")
-    (tmp_path / "sys/dev/block").mkdir(parents=True)
-    for n in (0, 1):
-        (tmp_path / f"sys/dev/block/252:{n}").symlink_to(f"../../rbd{n}")
-
-    def nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
-        there = {one: (252, 0), also: (252, 1), two: (252, 0)} if root == "/kubelets" else {}
-        return {target: there.get(target) for target in targets}
-
-    monkeypatch.setattr(raw_block, "block_nodes", nodes)
-    devices = [blockdev.BlockDevice(f"rbd{n}", (252, n), "rbd", 1, False) for n in (0, 1)]
-    found, _ = records.volumes(
-        str(tmp_path), _table(tmp_path, one, also, two), devices,
-        roots=("", "/kubelets"), sys=tmp_path / "sys",
-    )  # fmt: skip
-    assert {(v.name, v.handle, v.device, v.number) for v in found} == {
-        ("one", "h-one", "rbd1", (252, 1)),
-        ("two", "h-two", "rbd0", (252, 0)),
-        ("three", "h-three", "", None),
+    """A mount that nobody removed may have the number of the device that came after it."""
+    paths = {
+        name: _raw(tmp_path, name, {"pool": "rbd", "image": name} if image else None)
+        for name, image in (
+            *(("one", True), ("two", False), ("none", False), ("secret", True), ("off", True)),
+            *(("old", True), ("gone", False), ("renamed", False)),
+        )
     }
-    assert [p.path for v in found for p in v.publishes] == [also, two]
+    also = paths["one"].replace("publish/one", "one/dev")
+    (tmp_path / "sys/dev/block").mkdir(parents=True)
+    for name, number in (
+        ("rbd0", "252:0"),
+        ("rbd1", "252:1"),
+        ("rbd2", "252:2"),
+        ("dm-3", "253:3"),
+    ):
+        (tmp_path / f"sys/dev/block/{number}").symlink_to(f"../../{name}")
+    (tmp_path / "sys/class/block/dm-3/slaves/rbd2").mkdir(parents=True)
+    nodes = {
+        paths["one"]: (252, 0), also: (252, 1), paths["two"]: (252, 0),
+        paths["secret"]: (253, 3), paths["off"]: (252, 0), paths["old"]: (252, 0),
+        paths["gone"]: (252, 0), paths["renamed"]: (252, 0),
+    }  # fmt: skip
+
+    def block_nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
+        return {each: nodes.get(each) if root == "/kubelets" else None for each in targets}
+
+    monkeypatch.setattr(raw_block, "block_nodes", block_nodes)
+    table = [_bound(each) for each in (*(paths[n] for n in ("one", "two", "secret", "off")), also)]
+    table += [_bound(paths[n], "/rbd7//deleted") for n in ("old", "gone")]
+    table.append(_bound(paths["renamed"], "/mapper/a//deleted"))
+    devices = [_rbd(0, "new"), _rbd(1, "one"), _rbd(2, "secret")]
+    found, _ = records.volumes(
+        str(tmp_path), table, devices, roots=("", "/kubelets"), sys=tmp_path / "sys"
+    )
+    assert {v.name: (v.device, v.number, v.on if v.gone else "") for v in found} == {
+        "one": ("rbd1", (252, 1), ""),
+        "two": ("rbd0", (252, 0), ""),
+        "none": ("", None, ""),
+        "secret": ("rbd2", (253, 3), ""),
+        "off": ("", None, ""),  # no device shows its image
+        "old": ("", None, "rbd7"),
+        "gone": ("", None, "rbd7"),
+        "renamed": ("", None, ""),
+    }
+    assert {v.name: [p.path for p in v.publishes] for v in found if v.publishes} == {
+        "one": [also],
+        **{name: [paths[name]] for name in ("two", "secret", "old", "gone")},
+    }
 
 
-def test_an_old_record_of_ceph_csi_names_a_device_that_shows_another_image() -> None:
-    image = rbd_sysfs.RbdImage(pool="rbd", name="new")
-    device = blockdev.BlockDevice("rbd0", (252, 0), "rbd", 1, False, image=image)
-    known = records._Devices([device], "/none", "/none")
-    for name, found in (("new", device), ("old", None)):
-        meta = {"pool": "rbd", "image": name, "device": "/dev/rbd0"}
-        assert records._device(meta, records._image(meta), (), known) is found
+CEPH = {"pool": "rbd", "image": "one"}
 
 
-@pytest.mark.parametrize(("bound", "expected"), [
-    ((), []),  # a node that is only a file
-    (("one",), ["d.example", "h-one", "one"]),
-    (("one", "two"), []),  # two records fit
+@pytest.mark.parametrize(("name", "mounts", "meta", "expected"), [
+    ("vdb", {"one": ""}, None, ""),  # a node that is only a file
+    ("vdb", {"one": "/vdb"}, None, "one"),
+    ("vdb", {"one": "/vdb", "two": "/vdb"}, None, ""),  # two records fit
+    ("vdb", {"one": "/vdb//deleted"}, None, ""),  # the number is the next device's
+    ("vdb", {"one": "/vdb//deleted", "two": "/vdb"}, None, "two"),
+    ("vdb", {"a": "/ ext4 /dev/vdb"}, None, "a"),
+    ("vdb", {"a": "/ lustre 10.0.0.1@tcp:/fs"}, None, ""),  # its number may be a disk's
+    # On a device that a staged volume is on: the first of them.
+    ("vdb", {"one": "/vdb", "a": "/ ext4 /dev/vdb", "b": "/ ext4 /dev/vdb"}, None, "a"),
+    ("dm-9", {"one": "/vdb"}, None, "one"),  # LUKS on it
+    ("rbd0", {"one": "/rbd0"}, CEPH, ""),  # rbd0 shows another image
+    ("rbd0", {"one": "/rbd0"}, {**CEPH, "device": "/dev/rbd0"}, ""),
+    ("rbd0", {"one": "/rbd0"}, {**CEPH, "image": "new"}, "one"),
+    ("rbd0", {"one": "/rbd0", "a": "/ ext4 /dev/rbd0"}, CEPH, "a"),
+    ("rbd0", {"one": "/rbd0//deleted", "a": "/ ext4 /dev/rbd0"}, CEPH, "a"),
+    ("rbd0", {"one": "/dm-4"}, {**CEPH, "image": "new"}, "one"),  # encrypted
 ])  # fmt: skip
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_device_is_named_for_the_witness_by_what_is_published(
-    bound: tuple[str, ...],
-    expected: list[str],
-    fails: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For any CSI driver. What cannot be read adds nothing."""
-    paths = {name: _raw(tmp_path, name) for name in ("one", "two")}
-    made = {
-        "vdb": blockdev.BlockDevice("vdb", (252, 0), "virtblk", 1, False),
-        "dm-9": blockdev.BlockDevice("dm-9", (253, 9), "device-mapper", 1, False),
+def test_which_volume_is_on_a_device_for_the_witness(
+    name: str, mounts: dict[str, str], meta: dict[str, str] | None, expected: str, fails: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """For any CSI driver: "one" and "two" are published as raw block, others staged. What cannot be
+    read adds nothing."""
+    sizes: dict[str, stack.StackedDevice] = {
+        "vdb": stack.StackedDevice("vdb", (254, 16), size=1),
+        "rbd0": stack.StackedDevice("rbd0", (252, 0), size=1),
+        "dm-9": stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",)),
+        "dm-4": stack.StackedDevice("dm-4", (253, 4), size=1, uuid="CRYPT-2", below=("rbd0",)),
     }
-    monkeypatch.setattr(blockdev, "identify", made.get)
-    monkeypatch.setattr(blockdev, "name_of", lambda number, sysfs: "vdb")
-    monkeypatch.setattr(records, "host_root", lambda proc: "")
-    monkeypatch.setattr(
-        raw_block, "block_nodes", lambda root, targets: dict.fromkeys(targets, (252, 0))
-    )
-    table = _table(tmp_path, *(paths[name] for name in bound))
-    monkeypatch.setattr(mountinfo, "parse", lambda data: table)
+    numbers = {each.number: each.name for each in sizes.values()}
+    made = {n: blockdev.BlockDevice(n, each.number, "", 1, False) for n, each in sizes.items()}
+    made["rbd0"] = _rbd(0, "new")
+    table, nodes = [], {}
+    for volume, rest in mounts.items():
+        node = next((each for each in sizes if rest.startswith(f"/{each}")), "vdb")
+        number = sizes["rbd0" if "/dev/rbd0" in rest else node].number
+        if volume in ("one", "two"):
+            path = _raw(tmp_path, volume, meta if volume == "one" else None)
+            nodes[path] = number
+            table += [_bound(path, rest)] if rest else []
+        else:
+            home = tmp_path / f"plugins/kubernetes.io/csi/d.example/{volume}"
+            home.mkdir(parents=True)
+            record = {"driverName": "d.example", "volumeHandle": f"h-{volume}"}
+            (home / "vol_data.json").write_text(json.dumps({**record, "specVolID": volume}))
+            table.append(_line("{}:{}".format(*number), f"{home}/globalmount", rest))
 
     def reached(names: Any, known: dict[str, stack.StackedDevice], *_: Any) -> None:
         if fails:
             raise OSError(5, "no sysfs")
-        luks = stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",))
-        known |= {"vdb": stack.StackedDevice("vdb", (252, 0), size=1), "dm-9": luks}
+        known |= {each: sizes[each] for first in names for each in (first, *sizes[first].below)}
 
+    slaves = {f"{each.name}/slaves": list(each.below) for each in sizes.values()}
+    listed = rbd_sysfs.listed
+    monkeypatch.setattr(
+        rbd_sysfs, "listed", lambda at: slaves.get("/".join(at.split("/")[-2:])) or listed(at)
+    )
+    monkeypatch.setattr(blockdev, "identify", made.get)
+    monkeypatch.setattr(blockdev, "name_of", lambda number, sysfs="": numbers.get(number, ""))
+    monkeypatch.setattr(records, "host_root", lambda proc: "")
+    monkeypatch.setattr(raw_block, "block_nodes", lambda _, paths: {p: nodes[p] for p in paths})
+    monkeypatch.setattr(mountinfo, "parse", lambda data: table)
     monkeypatch.setattr(stack, "reached", reached)
-    assert records.on_device("vdb", str(tmp_path)) == expected
-    assert records.on_device("dm-9", str(tmp_path)) == ([] if fails else expected)
+    if fails and (name == "dm-9" or "/dm-4" in mounts.values()):
+        expected = ""
+    said = records.on_device(name, str(tmp_path))
+    assert said == (["d.example", f"h-{expected}", expected] if expected else [])
