@@ -67,7 +67,7 @@ class CephfsSource(kit.settings.Section):
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
-    """auto (kernel client if possible), kernel or fuse."""
+    """auto: the kernel client if the kernel has it, else ceph-fuse. kernel, fuse: this client."""
 
     needs: ClassVar = "source.snapshot"
 
