@@ -256,7 +256,7 @@ def test_leases_of_a_program_without_writers_stay_everybodys(
     assert writes() == [True, True]
     guard = where.guard()
     guard.apply(enforce)
-    assert writes() == [True, True] and guard.leases()[number].writer is None
+    assert writes() == [True, True] and guard.leases()[number].is_everybodys
     guard.reserve(number, 1)
     assert writes() == [True, False]
     writer = guard.leases()[number].writer

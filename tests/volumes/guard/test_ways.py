@@ -210,6 +210,7 @@ def test_the_read_only_state_can_be_taken_back(disk: Disk) -> None:
     assert "PermissionError" in done.stderr
 
 
+@pytest.mark.real
 @pytest.mark.guest
 @pytest.mark.timeout(600)
 def test_ways_of_the_device_mapper_and_scsi_in_a_guest(tmp_path: Path) -> None:
