@@ -122,8 +122,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
-            writer=known.writer,
-            writer_seen=procfs.sees_host(),
+            writer=lease.at_work(known.writer, seen=procfs.sees_host()),
         )
         if reasons is None:
             evidence = await self._evidence(known, first)

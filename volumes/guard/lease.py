@@ -182,24 +182,19 @@ def grace_seconds(driver: str, ends_with_disk: bool) -> float:
 
 
 def undisputed(
-    first: Verdict,
-    *,
-    leased: bool,
-    attached: bool,
-    asked: bool,
-    writer: int = 0,
-    writer_seen: bool = True,
+    first: Verdict, *, leased: bool, attached: bool, asked: bool, writer: tuple[str, ...] = ()
 ) -> tuple[str, ...] | None:
     """The reasons against a format when the first probe settles it; None: ask every source.
 
-    ``writer``: the process at work to which the lease belongs, or did until it expired; 0: none.
+    ``writer``: what ``at_work`` says of the process to which the lease belongs, or did until it
+    expired.
     ``asked``: somebody tried to write, or the device is new. A lease that ended unused is given
     again only then.
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
     if writer or leased:
-        return at_work(writer, seen=writer_seen)
+        return writer
     if not attached:
         return ("the guard is not attached",)
     if not asked:

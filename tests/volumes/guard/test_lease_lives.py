@@ -225,7 +225,7 @@ class World:
         self.carry_out(self.concludes(seen), volume, attachment)
         writer = self.at_work and self.held is not None and self.held.writer is not None
         if lease.undisputed(
-            seen, leased=self.leased, attached=True, asked=True, writer=int(writer)
+            seen, leased=self.leased, attached=True, asked=True, writer=lease.at_work(int(writer))
         ) is not None:  # fmt: skip
             return
         mirror, extents = self.ask()
