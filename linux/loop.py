@@ -10,12 +10,12 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import kit.files
-from linux import mountinfo, rbd_sysfs, syscalls
+from linux import rbd_sysfs, syscalls
 
 _LOOP_GET_STATUS64, _LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE = 0x4C05, 0x4C08, 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
@@ -88,27 +88,23 @@ def over(file: str) -> list[str]:
     return sorted(each.parents[1].name for each in found if rbd_sysfs.text(str(each)) == file)
 
 
-def backings(left_out: Sequence[str] = ()) -> Iterator[tuple[str, str, set[tuple[int, int]]]]:
+def backings() -> list[tuple[str, str, list[list[int]]]]:
     """Of every loop device its name, its file, and the numbers of the file's file system and of the
-    device that the file stands for. After a lazy unmount the path says nothing.
-
-    The kernel asks the file system for an inode's number only, which a dead one has at hand, except
-    one with a server (FUSE). ``left_out``: where such are mounted; files below are not asked for.
-    """
+    device that the file stands for. After a lazy unmount the path says nothing."""
+    found = []
     for each in sorted(_BLOCK.glob("loop*/loop/backing_file")):
-        name, file = each.parents[1].name, rbd_sysfs.text(str(each))
-        if any(mountinfo.within(file, target) for target in left_out):
-            continue
-        status = bytearray(_INFO_BYTES)
+        name, status = each.parents[1].name, bytearray(_INFO_BYTES)
         with contextlib.suppress(OSError):  # detached meanwhile
             with (
                 _node(int(name.removeprefix("loop"))) as node,
                 kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
             ):
+                # The kernel asks the file system for the file, so a dead server keeps this waiting.
                 fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
             on, _, device = struct.unpack_from("=QQQ", status)
-            numbers = {(os.major(number), os.minor(number)) for number in (on, device)}
-            yield name, file, numbers
+            numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
+            found.append((name, rbd_sysfs.text(str(each)), numbers))
+    return found
 
 
 def _free() -> int:

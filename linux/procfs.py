@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from linux import syscalls
+from linux import mountinfo, syscalls
 
 _FILEID_KERNFS = 0xFE  # name_to_handle_at(2): the file handle of a cgroup is its id
 # cgroupfs and systemd write a pod's UID with '-' or '_'.
@@ -17,6 +17,8 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the kernel counts
+# File systems with a server, or a node of a cluster, that may not answer.
+_SERVED = ("fuse", "virtiofs", "nfs", "ceph", "cifs", "smb", "9p", "afs", "lustre", "gpfs")
 _MOST_FILES = 4096  # of one process, that are looked at
 
 # Names of processes that are kubelet or contain it.
@@ -42,7 +44,7 @@ class StartedProcess(NamedTuple):
 
     def has_ended(self) -> bool:
         """And closed its files. In doubt it has not."""
-        if not _sees_host():
+        if not sees_host():
             return False
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
@@ -57,16 +59,24 @@ class StartedProcess(NamedTuple):
         """It has no descriptor of the device. In doubt it has. Not for the loop: many files."""
         home, place = f"/proc/{self.pid}/fd", syscalls.Statx(syscalls.TYPE)
         try:
-            names = os.listdir(home) if _sees_host() else []
+            names = os.listdir(home) if sees_host() else []
+            paths = {name: os.readlink(f"{home}/{name}") for name in names}
+            mounts = mountinfo.of(self.pid)
         except OSError:
             return False
         if not 0 < len(names) <= _MOST_FILES:  # none: its first thread has ended, others may not
             return False
-        files = [place(f"{home}/{name}") for name in names]
-        return all(file and not (file.is_block and file.node == device) for file in files)
+        for name, path in paths.items():
+            mount = mountinfo.containing(path, mounts)
+            if mount is not None and mount.fstype.startswith(_SERVED):
+                continue  # no device node is there, and its server may hang
+            file = place(f"{home}/{name}")
+            if file is None or (file.is_block and file.node == device):
+                return False
+        return True
 
 
-def _sees_host() -> bool:
+def sees_host() -> bool:
     """Whether numbers of processes are here what they are in the kernel's BPF programs."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _HOST_PIDS

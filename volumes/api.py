@@ -91,7 +91,7 @@ def _row(device: Mapping[str, Any], does: str, findings: Sequence[str]) -> Seque
             late = "mid" if ago >= LATE_SECONDS else ""
             below.append(Cell(f"looked at {kit.units.format_duration(ago)} ago", late))
     answer, may = _ANSWERS.get(does, ("not refused", "bad")), device["may_be_formatted"]
-    works = device["formatted_by"]
+    works = device["formatted_by"] and does == "enforce"
     return (
         Cell(device["title"], style="strong", below=[Cell(device["device"], style="code")]),
         Cell(holds, tone=tone, below=below),

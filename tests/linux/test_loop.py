@@ -14,25 +14,6 @@ def read_ahead(device: str) -> Path:
     return Path(f"/sys/block/{Path(device).name}/queue/read_ahead_kb")
 
 
-def test_a_file_below_a_server_that_may_hang_is_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LOOP_GET_STATUS64 waits for the server of its file system."""
-    asked = []
-
-    def node(number: int) -> None:
-        asked.append(number)
-        raise OSError
-
-    for name, file in (("loop3", "/mnt/fuse/disk.img"), ("loop4", "/mnt/fuse2/disk.img")):
-        (tmp_path / name / "loop").mkdir(parents=True)
-        (tmp_path / name / "loop/backing_file").write_text(f"{file}\n")
-    monkeypatch.setattr(loop, "_BLOCK", tmp_path)
-    monkeypatch.setattr(loop, "_node", node)
-    assert list(loop.backings(["/mnt/fuse"])) == []
-    assert asked == [4]
-
-
 @pytest.mark.real
 @pytest.mark.parametrize("wanted", [768, 64])
 def test_device_reads_ahead_as_the_disk_below(area: Path, wanted: int) -> None:

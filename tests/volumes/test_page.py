@@ -52,6 +52,8 @@ def test_a_format_is_called_refused_only_when_it_is(
 def test_a_format_at_work_is_not_called_refused() -> None:
     answer = api._row(DEVICE | {"formatted_by": 7}, "enforce", [])[3]
     assert (answer.text, answer.tone) == ("at work", "mid")
+    answer = api._row(DEVICE | {"formatted_by": 7}, "dry-run", [])[3]
+    assert answer.text == "reported, not refused", "any other may format, too"
 
 
 def test_device_shows_what_it_holds_and_what_is_found() -> None:

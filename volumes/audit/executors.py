@@ -11,8 +11,9 @@ import os
 
 import kit.errors
 import kit.processes
-from linux import blockdev, krbd, mount_namespaces, mountinfo, rbd_sysfs
+from linux import blockdev, krbd, loop, mount_namespaces, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders
+from volumes.audit.inventory.model import User
 
 DEADLINE_SECONDS = 30.0  # of each function
 _UNMAP_SECONDS = 20.0
@@ -50,8 +51,9 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mappin
         krbd.unmap(mapping)
     elif driver == "nbd":
         # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
+        loops = holders.loops(loop.backings(), {number})  # may hang, so before we have it open
         with blockdev.claimed(f"/dev/{name}", number):
-            _refuse_users(name, number)
+            _refuse_users(name, number, loops)
             asyncio.run(_rbd_nbd_unmap(name))
     elif driver == "loop":
         blockdev.detach_loop(f"/dev/{name}", number)
@@ -75,9 +77,10 @@ async def _rbd_nbd_unmap(name: str) -> None:
         )
 
 
-def _refuse_users(name: str, number: tuple[int, int]) -> None:
+def _refuse_users(name: str, number: tuple[int, int], loops: list[User]) -> None:
     servers = {number: rbd_sysfs.nbd_server(name, blockdev.SYSFS)}
-    for user in holders.users(holders.Processes("/proc", ""), "/proc", {number}, set(), servers):
+    users = holders.users(holders.Processes("/proc", ""), "/proc", {number}, set(), servers)
+    for user in users + loops:
         if user.owner.pid != os.getpid():  # our own claim
             raise kit.errors.RefusedError(
                 f"unmap {name}",

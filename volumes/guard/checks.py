@@ -14,7 +14,7 @@ import structlog
 
 import kit.tasks
 from ceph.protocol import Extents
-from linux import blockdev
+from linux import blockdev, procfs
 from volumes import settings
 from volumes.guard import lease
 from volumes.guard.holds import Holds
@@ -90,6 +90,7 @@ class Checks:
         """Seconds until the next check, None while there is no lease; and the reasons against a
         format. ``asked``: whether somebody wants to write; asked after the first look."""
         began = time.monotonic()
+        known.writer = 0
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
@@ -102,13 +103,13 @@ class Checks:
         known.doubt = known.doubt.after(first, known.checked)
         held = executor.held(device)  # it may have a writer since the probe began
         if before is None or held is None or held.opens != before.opens:
-            over = over and before is not None and not before.at_work  # it may have opened it again
+            over = False  # what the probe saw may not be there any more
         if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
             if over:
                 await executor.carry_out((lease.Step.FREE,), Turn(known, None))
             known.writer = self._writer(device)
             # What an operator permits to destroy is still there.
-            return LEASED_CHECK_SECONDS, lease.at_work(known.writer)
+            return LEASED_CHECK_SECONDS, lease.at_work(known.writer, seen=procfs.sees_host())
         known.allowed_over = None
         if first.has_content or executor.until(device) is None:
             known.allowed = False
@@ -121,7 +122,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
-            writer=known.writer,
+            writer=lease.at_work(known.writer, seen=procfs.sees_host()),
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -178,8 +179,10 @@ class Checks:
     async def _is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
         """Whether the lease's writer has ended, or has nothing open with which it could write, as
         one that only asked whether it may."""
-        if held is None or held.writer is None or not held.at_work:
-            return held is not None and held.writer is not None
+        if held is None or held.writer is None or held.is_everybodys:
+            return False
+        if not held.at_work:
+            return True
         try:
             async with asyncio.timeout(WRITER_SECONDS):
                 return await _WRITERS.call(held.writer.has_closed, number)
@@ -213,7 +216,7 @@ class Checks:
             by_pod=raw_block.gave(entry.permitted_by),
             over=over,
             writing=writing,
-            nobody=held is not None and held.writer is None,
+            everybodys=held is not None and held.is_everybodys,
             allowed=known.allowed,
         )
         await self.executor.carry_out(steps, turn)
@@ -221,7 +224,8 @@ class Checks:
         before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
         known.missing = missing(known, turn.entry) or before
         if held is None or expired:
-            return OVERDUE_CHECK_SECONDS if writing and not seen.has_content else None
+            overdue = writing and not over and not seen.has_content
+            return OVERDUE_CHECK_SECONDS if overdue else None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
 
     async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:

@@ -75,8 +75,8 @@ def page(
         yield "  writing    a pod has it as a raw block volume: allowed while it is published"
     elif device["may_be_formatted"]:
         yield "  formatting allowed now: it has a lease"
-    elif device["formatted_by"]:
-        yield f"  formatting process {device['formatted_by']} is at it; any other is refused"
+    elif writer := device.get("formatted_by"):  # an agent of an earlier version tells none
+        yield f"  formatting process {writer} is at it; any other: {_verdict(mode)}"
     else:
         yield f"  formatting {_verdict(mode)}"
     for reason in device["reasons"]:
@@ -204,8 +204,9 @@ def _next_step(
         return "Nothing: its pod writes to it, as its user asked for"
     if device["may_be_formatted"]:
         return "Nothing: kubelet formats it at its next try"
-    if device["formatted_by"]:
-        return f"Wait: process {device['formatted_by']} formats it now. Then run this again"
+    writer = device.get("formatted_by")
+    if writer and not (device["missing"] or device["changed_from"]):
+        return f"Wait: process {writer} formats it now. Then run this again"
     watched = device.get("watched", True)
     seen = device["verdict"]
     if seen is None:

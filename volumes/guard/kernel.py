@@ -106,7 +106,7 @@ class KernelLease:
     while it held, whoever asked; the kernel checks one open twice. 0: nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
     program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end.
-    ``writer``: the first that used it; None: nobody yet, or everybody may."""
+    ``writer``: the first that used it; None: nobody yet; without a pid: everybody may."""
 
     until: float
     opens: int
@@ -115,9 +115,17 @@ class KernelLease:
     writer: procfs.StartedProcess | None = None
 
     @property
+    def is_everybodys(self) -> bool:
+        return self.writer is not None and not self.writer.pid
+
+    @property
     def at_work(self) -> int:
-        """The writer's pid until it ends; 0: none."""
-        return self.writer.pid if self.writer is not None and not self.writer.has_ended() else 0
+        """The writer's pid until it ends; 0: none. Where nobody sees its end: until the lease's."""
+        if self.writer is None or self.is_everybodys:
+            return 0
+        seen = procfs.sees_host()
+        over = self.writer.has_ended() if seen else time.monotonic() > self.until
+        return 0 if over else self.writer.pid
 
     def pack(self) -> bytes:
         until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
@@ -636,10 +644,9 @@ class Kernel:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    writer = self.maps["writers"].get(key) if "writers" in self.maps else None
-                    task = procfs.StartedProcess(*_WRITER.unpack(writer or _EVERYBODY))
-                    lease = KernelLease.unpack(raw)
-                    found[_number(key)] = replace(lease, writer=task if task.pid else None)
+                    named = self.maps["writers"].get(key) if "writers" in self.maps else _EVERYBODY
+                    writer = procfs.StartedProcess(*_WRITER.unpack(named)) if named else None
+                    found[_number(key)] = replace(KernelLease.unpack(raw), writer=writer)
         return found
 
 

@@ -182,18 +182,19 @@ def grace_seconds(driver: str, ends_with_disk: bool) -> float:
 
 
 def undisputed(
-    first: Verdict, *, leased: bool, attached: bool, asked: bool, writer: int = 0
+    first: Verdict, *, leased: bool, attached: bool, asked: bool, writer: tuple[str, ...] = ()
 ) -> tuple[str, ...] | None:
     """The reasons against a format when the first probe settles it; None: ask every source.
 
-    ``writer``: the process at work to which the lease belongs, or did until it expired; 0: none.
+    ``writer``: what ``at_work`` says of the process to which the lease belongs, or did until it
+    expired.
     ``asked``: somebody tried to write, or the device is new. A lease that ended unused is given
     again only then.
     """
     if first.verdict is not Kind.BLANK_VERIFIED:
         return (f"it is not blank: {first}",)
     if writer or leased:
-        return at_work(writer)
+        return writer
     if not attached:
         return ("the guard is not attached",)
     if not asked:
@@ -201,8 +202,14 @@ def undisputed(
     return None
 
 
-def at_work(writer: int) -> tuple[str, ...]:
-    """The reason against a format by another process than the writer, which may be none."""
+def at_work(writer: int, *, seen: bool = True) -> tuple[str, ...]:
+    """The reason against a format by another process than the writer, which may be none.
+
+    ``seen``: the agent sees the host's processes, and so whether that one has ended.
+    """
+    if writer and not seen:
+        end = "does not show whether it has ended: wait for the end of the lease"
+        return (f"process {writer} has the lease, and the agent's pid namespace {end}",)
     return (f"process {writer} formats it now: wait for its end",) if writer else ()
 
 
@@ -310,7 +317,7 @@ class Step(enum.Enum):
     CLOSE_PERMISSION = enum.auto()  # it was not used
 
 
-# Of a lease that an agent before this one gave, nobody knows the writer, which may open it again.
+# The writer closed the device, or is one that an earlier agent did not note: it may open it again.
 LINGER_SECONDS = 5.0
 
 GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Step.GRANT)
@@ -368,7 +375,7 @@ def conclude(
     by_pod: bool = False,
     over: bool = False,
     writing: bool = False,
-    nobody: bool = False,
+    everybodys: bool = False,
     allowed: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
@@ -383,18 +390,19 @@ def conclude(
 
     The kernel gives the lease to the first process that writes. ``over``: that one had ended before
     the probe, or closed the device; ``writing``: it is there after it, and may open the device
-    again, as programs do that make a file system. ``nobody``: no such process is known.
+    again, as programs do that make a file system. ``everybodys``: the lease of an agent that gave
+    it to no process.
     ``allowed``: by an operator, whatever is there: each try passes.
     """
     closable = permitted and not by_pod
     if has_content:
-        end = (Step.REVOKE,) if leased and (expired or not writing) else ()
-        if end and nobody and opens and not expired:
-            end = (Step.SHORTEN,)
+        end: tuple[Step, ...] = (Step.REVOKE,) if leased else ()
+        if leased and not expired and (writing or (everybodys and opens)):
+            end = () if writing and not over else (Step.SHORTEN,)
         return (Step.RECORD_CONTENT, Step.MIRROR, *end)
     if not leased or not expired:
         return (Step.FREE,) if leased and over and (blank or allowed) else ()
-    if writing:
+    if writing and not over:
         return ()  # it goes on writing after the lease, so nobody else gets one
     if opens == 0 and closable and blank:
         if earlier:

@@ -15,7 +15,7 @@ import structlog
 import kit.errors
 import kit.tasks
 from kit import processes
-from linux import blockdev
+from linux import blockdev, procfs
 from volumes import settings
 from volumes.guard import checks, denials, holds, lease, pace, steps
 from volumes.guard.steps import Known, Turn
@@ -276,10 +276,14 @@ class LeaseManager:
             raise kit.errors.InUseError(
                 path, "is mounted, or another device is stacked on it", "unmount it first"
             )
-        log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
-                    reason=reason)  # fmt: skip
         known = self.checks.meet(device)
         async with _alone(known):
+            held = self.executor.held(device)
+            at_work = held.at_work if held is not None and held.until > time.monotonic() else 0
+            for why in lease.at_work(at_work, seen=procfs.sees_host()):
+                raise kit.errors.RefusedError(path, why, "then try again")
+            log.warning("format permitted by an operator", device=device.name, volume=volume,
+                        by=by, reason=reason)  # fmt: skip
             seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from linux import loop
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
 from volumes.audit import status
@@ -244,7 +245,7 @@ def test_a_loop_device_that_kubelet_left_on_a_raw_block_volume_is_a_user(stage: 
     stages.run("umount", "-l", bound)
     rdev = os.stat(f"/dev/{device}").st_rdev
     number = os.major(rdev), os.minor(rdev)
-    (user,) = holders.users(holders.Processes("/proc", ""), "/proc", {number}, set())
+    (user,) = holders.loops(loop.backings(), {number})
     stages.run("losetup", "-d", f"/dev/{above}")  # its file has no path any more, so no other does
     assert (user.owner.label, user.device) == (f"loop device {above}", number)
 

@@ -222,7 +222,7 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
 def test_leases_of_a_program_without_writers_stay_everybodys(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
-    """As they were given: a raw block volume's pod goes on. A lease from now on has a first."""
+    """As they were given: a raw block volume's pod goes on. One that is freed has a first."""
     enforce = kernel.wanted(
         settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
     )
@@ -256,8 +256,8 @@ def test_leases_of_a_program_without_writers_stay_everybodys(
     assert writes() == [True, True]
     guard = where.guard()
     guard.apply(enforce)
-    assert writes() == [True, True] and guard.leases()[number].writer is None
-    guard.reserve(number, 1)
+    assert writes() == [True, True] and guard.leases()[number].is_everybodys
+    guard.free(number)
     assert writes() == [True, False]
     writer = guard.leases()[number].writer
     guard.close()

@@ -239,5 +239,20 @@ def test_without_an_agent_nobody_permits_and_nobody_looks_again() -> None:
 @pytest.mark.parametrize("seen", [BLANK, Verdict(Kind.UNKNOWN_CONTENT), EXT4])
 def test_a_format_at_work_is_not_called_refused(seen: Verdict) -> None:
     text, following = page(known(seen, writer=7))
-    assert "formatting process 7 is at it; any other is refused" in text
+    assert "formatting process 7 is at it; any other: refused" in text
     assert following == "Next: Wait: process 7 formats it now. Then run this again"
+    text, _ = page(known(seen, writer=7), mode="dry-run")
+    assert "any other: NOT refused" in text, "the guard only reports"
+
+
+@pytest.mark.parametrize("lost", [{"missing": "ext4 u1"}, {"changed_from": "ext4 u1"}])
+def test_a_format_at_work_hides_no_loss(lost: dict[str, str]) -> None:
+    seen = BLANK if "missing" in lost else XFS
+    _, following = page(known(seen, writer=7, **lost))
+    assert "ext4 u1" in following and "Wait" not in following
+
+
+def test_an_agent_before_this_version_tells_no_formatter() -> None:
+    row = status.describe_device(known(BLANK), 0.0)
+    del row["formatted_by"]
+    assert "formatting refused" in "\n".join(explain.page(row, None, [], "enforce"))

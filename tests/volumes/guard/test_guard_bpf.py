@@ -377,7 +377,7 @@ def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:
         guard.free(number, everybodys=True)
         for _ in range(3):
             assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
-        assert guard.leases()[number].writer is None
+        assert guard.leases()[number].is_everybodys
         guard.revoke(number)
         guard.reserve(number, None)
         guard.grant(number, time.monotonic() + 60, None)

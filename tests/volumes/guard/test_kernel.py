@@ -4,12 +4,13 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from linux import blockdev, procfs
+from linux import blockdev, mountinfo, procfs, syscalls
 from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import kernel
@@ -106,6 +107,39 @@ def test_a_writer_without_a_descriptor_of_the_device_has_closed_it(tmp_path: Pat
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not started.has_closed((7, 4000)), "its first thread may be the only one to end"
+
+
+def test_a_file_whose_server_may_hang_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """statx of it could wait for the server."""
+    asked = list[str]()
+
+    statx = syscalls.Statx
+
+    def noted(mask: int) -> Callable[[str], syscalls.FileStatus | None]:
+        def place(path: str) -> syscalls.FileStatus | None:
+            asked.append(os.readlink(path))
+            return statx(mask)(path)
+
+        return place
+
+    mounts = [
+        mountinfo.parse_line(f"1 0 0:1 / {target} rw - {kind} src rw".encode())
+        for target, kind in (("/", "ext4"), (tmp_path, "fuse.sshfs"), (tmp_path / "dev", "tmpfs"))
+    ]
+    (tmp_path / "dev").mkdir()
+    files = tmp_path / "served", tmp_path / "dev" / "node"
+    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    with (
+        files[0].open("w") as one,
+        files[1].open("w") as other,
+        subprocess.Popen(["sleep", "infinity"], stdout=one, stderr=other) as process,
+    ):
+        monkeypatch.setattr(syscalls, "Statx", noted)
+        assert _started(process.pid).has_closed((7, 4000))
+        process.kill()
+    assert str(files[1]) in asked and str(files[0]) not in asked
 
 
 def test_of_another_pid_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

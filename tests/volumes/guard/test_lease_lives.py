@@ -56,7 +56,8 @@ class World:
     which knows the number only. The agent is killed and started at any time.
 
     ``known``: the attachment that the running agent has seen; ``agent`` False: none is running.
-    ``at_work``: the process to which the lease belongs has not ended.
+    ``at_work``: the process to which the lease belongs has not ended; ``closed``: it has no
+    descriptor of the device.
     ``published``: kubelet gave the volume to a pod as a raw block volume; ``pod_open``: the pod has
     it open, and writes without another open.
     """
@@ -73,6 +74,7 @@ class World:
     published: bool = False
     pod_open: bool = False
     at_work: bool = False
+    closed: bool = False
     second: int = 0  # writers after one that had ended and left nothing
     raw: bool = False  # as the running agent knows it
     by_pods: int = 0  # writes of pods
@@ -186,7 +188,7 @@ class World:
                     if fails:  # in the kernel all the same
                         raise Broken
                 case Step.FREE:
-                    assert not self.at_work, "somebody else's lease"
+                    assert not self.at_work or self.closed, "somebody else's lease"
                     assert self.held is None or not self.volume.written or self.volume.lies
                     self.second += self.held is not None
                     self.held = self.held and dataclasses.replace(self.held, writer=None)
@@ -223,7 +225,7 @@ class World:
         self.carry_out(self.concludes(seen), volume, attachment)
         writer = self.at_work and self.held is not None and self.held.writer is not None
         if lease.undisputed(
-            seen, leased=self.leased, attached=True, asked=True, writer=int(writer)
+            seen, leased=self.leased, attached=True, asked=True, writer=lease.at_work(int(writer))
         ) is not None:  # fmt: skip
             return
         mirror, extents = self.ask()
@@ -244,8 +246,7 @@ class World:
             expired=self.held is not None and self.now > self.held.until + 1,
             opens=self.held.opens if self.held else 0, permitted=entry.permitted > 0,
             earlier=bool(entry.earlier_by), by_pod=raw_block.gave(entry.permitted_by),
-            over=writer and not self.at_work, writing=writer and self.at_work,
-            nobody=not writer,
+            over=writer and (not self.at_work or self.closed), writing=writer and self.at_work,
         )  # fmt: skip
 
     def allow(self) -> None:
@@ -298,7 +299,7 @@ class World:
         self.held = dataclasses.replace(
             self.held, opens=self.held.opens + 2, writer=procfs.StartedProcess(1, 1)
         )
-        self.at_work = self.choose.random() < 0.3
+        self.at_work, self.closed = self.choose.random() < 0.3, False
         self.volume.written = self.volume.written or self.choose.random() < 0.8
         return True
 
@@ -360,7 +361,7 @@ class World:
                 case 13 if self.agent:
                     self.allow()
                 case 14:
-                    self.at_work = False
+                    self.at_work, self.closed = self.at_work and self.choose.random() < 0.5, True
             self.heard()
         except Killed:
             pass

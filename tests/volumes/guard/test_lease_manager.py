@@ -271,17 +271,21 @@ async def test_the_next_lease_waits_for_a_formatter_that_outlives_its_own(
     assert (254, 99) not in world.map or world.map[254, 99].writer is None
 
 
-@pytest.mark.parametrize("opened_again", [False, True])
+@pytest.mark.parametrize("meanwhile", ["", "opened", "opened and ended"])
 async def test_who_closed_the_device_leaves_the_lease_to_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch, opened_again: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """access(2) takes the lease, too: 'test -w DEVICE' in a shell that lives on."""
+    """access(2) takes the lease, too: 'test -w DEVICE' in a shell that lives on. What the probe saw
+    counts only for one that did not open the device ``meanwhile``."""
     await world.checked()
     probe = world.probe
 
     async def slow(*words: str) -> Verdict:
-        if opened_again:
+        if meanwhile:
             world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=3)
+        if meanwhile == "opened and ended":
+            process.kill()
+            process.wait()
         return await probe(*words)
 
     with subprocess.Popen(["sleep", "infinity"]) as process:
@@ -289,10 +293,76 @@ async def test_who_closed_the_device_leaves_the_lease_to_the_next(
             uses(world, process)
             monkeypatch.setattr(world, "probe", slow)
             known = await looked_again(world)
-            assert (world.map[254, 99].writer is None) is not opened_again
-            assert bool(known.reasons) is opened_again
+            assert (world.map[254, 99].writer is None) is not bool(meanwhile)
+            assert bool(known.reasons) is (meanwhile == "opened")
         finally:
             process.kill()
+
+
+@pytest.fixture
+def shell() -> Iterator["subprocess.Popen[bytes]"]:
+    """It lives on, without the device open."""
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        yield process
+        process.kill()
+
+
+async def test_a_shell_that_lives_on_keeps_no_blank_volume_from_its_next_lease(
+    world: World, shell: "subprocess.Popen[bytes]"
+) -> None:
+    await world.checked()
+    uses(world, shell)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    world.did.clear()
+    await looked_again(world)
+    assert "revoke" in world.did
+
+
+async def test_content_of_one_that_closed_the_device_leaves_it_five_seconds(
+    world: World, shell: "subprocess.Popen[bytes]"
+) -> None:
+    """It may open the device again, and has no reason to for as long as a lease."""
+    await world.checked()
+    uses(world, shell)
+    world.verdict = EXT4
+    await looked_again(world)
+    assert 0 < world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+
+
+async def test_where_the_end_of_a_formatter_is_not_seen_the_end_of_its_lease_counts(
+    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]"
+) -> None:
+    """An agent in a pid namespace of its own: numbers of processes are others there."""
+    monkeypatch.setattr(procfs, "_HOST_PIDS", 1)
+    await world.checked()
+    uses(world, shell)
+    (reason,) = (await looked_again(world)).reasons or ()
+    assert "pid namespace does not show whether it has ended" in reason
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    world.did.clear()
+    assert (await looked_again(world)).writer == 0
+    assert "revoke" in world.did
+
+
+async def test_an_operator_waits_for_a_formatter_at_work(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    uses(world, formatter)
+    world.did.clear()
+    with pytest.raises(kit.errors.RefusedError, match=f"process {formatter.pid} formats it now"):
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert "grant" not in world.did
+
+
+async def test_a_raw_block_volume_is_at_work_of_nobody(world: World) -> None:
+    """What an earlier check said of a formatter is not said of the pod's volume."""
+    known = await world.checked()
+    known.writer = 7
+    await published(world, True)
+    assert known.raw and known.writer == 0
 
 
 async def test_an_operators_lease_is_for_every_try(
@@ -311,15 +381,21 @@ async def test_an_operators_lease_is_for_every_try(
     assert world.map[254, 99].writer is None
 
 
+@pytest.mark.parametrize("everybodys", [True, False])
 async def test_content_under_a_lease_of_an_agent_that_knew_no_writers_leaves_it_five_seconds(
-    world: World,
+    world: World, everybodys: bool
 ) -> None:
-    """Whoever opened the device may still be at work, and opens it again."""
+    """Whoever opened the device may still be at work, and opens it again. One that was freed has
+    nobody at work on it."""
     await world.checked()
-    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2)
+    writer = procfs.StartedProcess(0, 0) if everybodys else None
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2, writer=writer)
     world.verdict = EXT4
     await looked_again(world)
-    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+    if everybodys:
+        assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+    else:
+        assert (254, 99) not in world.map
 
 
 @pytest.mark.parametrize("over", [None, EXT4])

@@ -11,7 +11,7 @@ import kit.errors
 from ceph.protocol import Extents
 from kit import processes
 from kube.settings import ThisNode
-from linux import blockdev
+from linux import blockdev, procfs
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import constants, waiting
 from volumes import settings
@@ -139,7 +139,8 @@ class World:
     def free(self, number: blockdev.Number, *, everybodys: bool = False) -> None:
         self.did.append("share" if everybodys else "free")
         if number in self.map:
-            self.map[number] = dataclasses.replace(self.map[number], writer=None)
+            writer = procfs.StartedProcess(0, 0) if everybodys else None
+            self.map[number] = dataclasses.replace(self.map[number], writer=writer)
 
     def grant(
         self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0

@@ -11,7 +11,6 @@ Invariant: a namespace is held open only while its own table is read, because a 
 its mounts, and so the devices, busy.
 """
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -19,9 +18,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from linux import blockdev, loop, mount_namespaces, mountinfo, procfs, rbd_sysfs, syscalls
+from linux import blockdev, mount_namespaces, mountinfo, procfs, rbd_sysfs, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.node import raw_block
 
@@ -400,8 +398,7 @@ def users(
     host_spaces: set[int],
     servers: Mapping[blockdev.Number, int | None] | None = None,
 ) -> list[User]:
-    """Every process with a file, directory or mapping on ``wanted``, or with the device open, and
-    every loop device on one of them.
+    """Every process with a file, directory or mapping on ``wanted``, or with the device open.
 
     ``servers``: who serves a device (rbd-nbd) has it open, too, and is no user of it.
     """
@@ -410,9 +407,7 @@ def users(
     servers = servers or {}
     place = syscalls.Statx(syscalls.TYPE)
     found: list[User] = []
-    one_of: dict[int, int] = {}  # a process of each mount namespace
     for space, pid in processes.each():
-        one_of[space] = pid
         ways: dict[blockdev.Number, list[str]] = {}
         for name, path in _paths(proc, pid):
             answer = place(path)
@@ -430,21 +425,19 @@ def users(
             found.append(User(owner, number, tuple(names[:8]), space))
             if len(found) >= _MOST_USERS:
                 return found
-    for name, file, numbers in loop.backings(_served(proc, one_of.values())):
-        owner = Owner(0, 0, name, "", host=True)
-        found += [User(owner, number, (file,), 0) for number in numbers & wanted]
-    return found[:_MOST_USERS]
+    return found
 
 
-def _served(proc: str, pids: Iterable[int]) -> list[str]:
-    """Where these processes see a FUSE file system, whose server may hang."""
-    found = set[str]()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            table = Path(f"{proc}/{pid}/mountinfo").read_bytes().splitlines()
-            served = [mountinfo.parse_line(line) for line in table if b" - fuse" in line]
-            found.update(mount.target for mount in served)
-    return sorted(found)
+def loops(
+    backings: Iterable[tuple[str, str, list[list[int]]]], wanted: set[blockdev.Number]
+) -> list[User]:
+    """The loop devices on one of ``wanted``. ``backings``: of ``linux.loop``."""
+    return [
+        User(Owner(0, 0, name, "", host=True), (major, minor), (file,), 0)
+        for name, file, numbers in backings
+        for major, minor in numbers
+        if (major, minor) in wanted
+    ][:_MOST_USERS]
 
 
 def _paths(proc: str, pid: int) -> list[tuple[str, str]]:

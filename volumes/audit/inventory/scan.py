@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import kit.child
 import kit.errors
 import kit.line_worker
 import kit.pause
 import kit.processes
-from linux import blockdev, mountinfo, rbd_sysfs, stack
+from linux import blockdev, loop, mountinfo, rbd_sysfs, stack
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import FsErrors, Inventory, Place, User, Volume, related
@@ -30,6 +31,7 @@ _ABOUT = "scan of the node"
 MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
+_LOOPS_SECONDS = 5.0
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -170,11 +172,23 @@ class Scanner:
                 "run the agent as root with the host's /proc and /sys",
             ) from error
         self.cpu_seconds += inventory.cpu
-        return inventory
+        return await _with_loops(inventory) if request.users_of else inventory
 
     async def close(self) -> None:
         """End the child; one that hangs is left to the kernel."""
         await self._child.close()
+
+
+async def _with_loops(inventory: Inventory) -> Inventory:
+    """With the loop devices among the users. The kernel may wait for the server of a loop device's
+    file, which the scan must not."""
+    try:
+        backings = await kit.child.call(loop.backings, deadline=_LOOPS_SECONDS)
+    except (kit.errors.AgentError, OSError, RuntimeError) as error:
+        gaps = (*inventory.gaps, f"loop devices: {error}")
+        return dataclasses.replace(inventory, gaps=gaps)
+    users = inventory.users + tuple(holders.loops(backings, set(inventory.users_of)))
+    return dataclasses.replace(inventory, users=users)
 
 
 # -- the child ---------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import kit.child
 import kit.messages
+import kit.processes
 from linux import blockdev
 from tests.volumes.audit.world import (
     DEVICE,
@@ -338,9 +340,21 @@ def test_errors_of_a_live_ext4_are_read_from_sysfs(
         assert found == {"dm-3": model.FsErrors(int(errors), 1700000000.0, stops)}
 
 
-def test_file_systems_with_a_server_are_found_in_every_namespace(tmp_path: Path) -> None:
-    for pid, kind in ((5, "fuse.sshfs"), (6, "ext4"), (7, "fuseblk")):
-        (tmp_path / f"{pid}").mkdir()
-        line = f"9 1 0:{pid} / /mnt/{pid} rw - {kind} src rw\n"
-        (tmp_path / f"{pid}" / "mountinfo").write_text(line)
-    assert holders._served(str(tmp_path), (5, 6, 7, 8)) == ["/mnt/5", "/mnt/7"]
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_loop_device_whose_file_hangs_costs_the_loop_devices_alone(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    async def call(*_: object, deadline: float) -> list[tuple[str, str, list[list[int]]]]:
+        if hangs:
+            raise kit.processes.DeadlineError("backings", "no answer within 5s", "")
+        return [("loop3", "/mnt/disk.img", [[0, 0], [8, 1]]), ("loop4", "/x", [[8, 2]])]
+
+    monkeypatch.setattr(kit.child, "call", call)
+    seen = model.User(OWNER, (8, 1), ("fd 3",), 1)
+    searched = dataclasses.replace(INVENTORY, users=(seen,), users_of=((8, 1),))
+    found = await scan._with_loops(searched)
+    assert found.users[0] == seen
+    assert [each.owner.label for each in found.users[1:]] == (
+        [] if hangs else ["loop device loop3"]
+    )
+    assert len(found.gaps) == hangs
