@@ -146,7 +146,7 @@ def users(target: str) -> list[str]:
     """Processes of the pod that has the volume, a line each."""
     parts, found = set(Path(target).parts), []
     for pid in procfs.pids():
-        with contextlib.suppress(OSError):  # just ended
+        with contextlib.suppress(OSError):  # just ended, which in_use.holder would count
             pod, container = procfs.pod_of(pid)
             if pod in parts:
                 how = f"has the volume {target}"

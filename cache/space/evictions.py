@@ -218,7 +218,7 @@ class Evictions:
     ) -> protocol.EvictEnd:
         allowed = limits or self._limits(dataset, "evict")
         known = tasks.common(dataset, dataset.current, allowed)
-        known["beside"] &= not alone
+        known["beside"] = known["beside"] and not alone
         task = evict_pass.EvictTask(**known, part=part, share=share)
         end = await self._run(dataset, "evict", task)
         if end.evict is None:

@@ -202,7 +202,7 @@ def load(folder: str) -> dict[str, Any] | None:
 def _checked(value: Any) -> dict[str, Any]:
     """ValueError, TypeError for what no agent wrote."""
     fields = dict(value)
-    fields["state"]
+    fields["state"]  # KeyError: each agent wrote it, although Generation has a default
     msgspec.convert(fields, type=Generation)
     return fields
 

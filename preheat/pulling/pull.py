@@ -207,9 +207,9 @@ class Footprint:
             elif node is not None and node.pressed:
                 await self.measure(fetched)
         if self.took != base.NO_USE:
-            of = " of inodes" if self._inodes else ""
-            text = f"it brought the disk to the kubelet's threshold{of}, with more than was planned"
-            raise PullError(self._request.ref, Kind.DISK, f"{text} for")
+            limit = "threshold of inodes" if self._inodes else "threshold"
+            text = f"it brought the disk to the kubelet's {limit}, with more than was planned for"
+            raise PullError(self._request.ref, Kind.DISK, text)
 
     async def measure(self, fetched: int) -> None:
         """The most counts: a runtime removes what it could not unpack."""
@@ -220,9 +220,10 @@ class Footprint:
     async def _unpacked(self) -> base.DiskUse:
         """What was unpacked below the hold since this pull began."""
         total = base.NO_USE
+        if self._hold is None:
+            return total
         with contextlib.suppress(base.RuntimeCallError):
-            held = self._hold and await self._pulls.runtime.unpacked(self._hold)
-            for name in (held or frozenset()) - self._before:
+            for name in await self._pulls.runtime.unpacked(self._hold) - self._before:
                 with base.allowing("NOT_FOUND"):  # it has another name once it is unpacked
                     usage = await self._pulls.runtime.layers.usage(name)
                     total = base.DiskUse(total.bytes + usage.bytes, total.inodes + usage.inodes)
