@@ -68,9 +68,12 @@ class Withdraw:
         commit.unmark(root, path)
 
     def _delete(self, root: int, path: list[str], names: list[str]) -> None:
+        number = self._index.find(path)
         try:
             with tree.opened(root, path) as directory:
-                mtime_ns = os.fstat(directory).st_mtime_ns
+                # What was lost may have changed the directory's time, too.
+                known = None if number is None else self._index.directory(number).attributes
+                mtime_ns = known.mtime_ns if known else os.fstat(directory).st_mtime_ns
                 for name in names:
                     large.forget(self._top, directory, name)
                     tree.remove(directory, name)
@@ -78,8 +81,7 @@ class Withdraw:
         except (FileNotFoundError, NotADirectoryError):
             pass  # it went with one above
         self._withdrawn += len(names)
-        number = None if self._hides else self._index.find(path)
-        if number is not None:
+        if number is not None and not self._hides:
             with self._index.transaction():
                 self._index.restart_listing(number)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -74,6 +75,25 @@ def test_withdraw_is_safe_to_interrupt_and_repeat(complete: passes.Generation, i
     assert not stored.exists()
     assert not generations.has_quarantined(str(complete.folder))
     assert complete.fill().result == "complete"
+    trees.assert_equal(complete.source, complete.tree)
+
+
+@pytest.mark.parametrize("part", ["hide", "files"])
+def test_directory_above_a_lost_one_has_its_time_again(
+    complete: passes.Generation, part: str
+) -> None:
+    """Losing "d1" changes the time of the directory above it, which a withdrawal puts right."""
+    moment = complete.source.stat().st_mtime_ns
+    shutil.rmtree(complete.tree / "d1")
+    assert complete.tree.stat().st_mtime_ns != moment
+    assert complete.verify().result == "bad"
+    assert complete.withdraw("marks").result == "withdrawn"
+    assert complete.withdraw(part).result == "withdrawn"
+    assert complete.tree.stat().st_mtime_ns == moment
+    assert not (complete.tree / "d1").exists()
+    assert complete.withdraw("files").result == "withdrawn"
+    assert complete.fill().result == "complete"
+    assert complete.tree.stat().st_mtime_ns == moment
     trees.assert_equal(complete.source, complete.tree)
 
 
