@@ -38,13 +38,13 @@ class Evictor:
         self._datasets, self._slots, self._budgets = datasets, slots, kept
         self._withdrawn, self._clear_way = withdrawn, clear_way
         self._room_was_made = room_was_made
-        self._raised: set[Dataset] = set()
+        self._raised: dict[Dataset, str] = {}  # with why that could not be written down yet
         self._wake = asyncio.Event()
         self._ending = False
 
     def budget_raised(self, dataset: Dataset) -> None:
         """What it gives now is wanted again. A pass may have its lock for minutes."""
-        self._raised.add(dataset)
+        self._raised.setdefault(dataset, "")
         self.wake()
 
     def wake(self) -> None:
@@ -76,7 +76,8 @@ class Evictor:
                 await self._room_was_made(asked)
                 continue
             patience = budgets.LOOK_SECONDS if self._budgets.over else None
-            await kit.tasks.until(self._wake, patience if dataset is None else RETRY_SECONDS)
+            soon = dataset is not None or self._raised
+            await kit.tasks.until(self._wake, RETRY_SECONDS if soon else patience)
         await self._note_wishes()
 
     def _freed(self) -> int:
@@ -101,17 +102,20 @@ class Evictor:
         return True
 
     async def _note_wishes(self) -> None:
-        """Durably, as ``wanted``, in those that are not whole."""
-        while self._raised:
-            dataset = self._raised.pop()
+        """Durably, as ``wanted``, in those that are not whole. What fails is tried again later."""
+        wishes, self._raised = self._raised, {}
+        for dataset, told in wishes.items():
             try:
                 async with dataset.lock:
                     now = dataset.generation
-                    if now.state in ("partial", "filling") and not now.paused:
+                    begun = now.state in ("partial", "filling") and not now.paused
+                    if begun and not dataset.removed:
                         await dataset.change(wanted=True)
                         dataset.retry_now()
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                log.error("dataset is not filled again", dataset=dataset.name, why=str(error))
+                if str(error) != told:
+                    log.error("dataset is not filled again", dataset=dataset.name, why=str(error))
+                self._raised[dataset] = str(error)
 
     async def _finish(self, dataset: Dataset) -> None:
         """Finish one that was cut short. Its fill stays queued when it may go on then."""

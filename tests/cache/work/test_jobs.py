@@ -22,7 +22,7 @@ from cache.fill import protocol
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
 from cache.store import generations, manifest
-from cache.work import running
+from cache.work import evictor, running
 from cache.work.jobs import Jobs
 from cache.work.running import Pass, Rates, eta
 from tests.cache import passes
@@ -179,6 +179,30 @@ async def test_a_fill_that_may_not_run_wakes_its_dataset(
     await scheduler._fill(shown, shown.current)
     assert not shown.current.queued
     assert shown._wake.is_set()
+
+
+async def test_a_raised_budget_that_could_not_be_written_down_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = dataset(tmp_path, Source(), "partial")
+    scheduler = Jobs({"a": shown}, lambda: 0)
+    change, refused = shown.change, 3
+
+    async def refuses(**changes: Any) -> None:
+        nonlocal refused
+        refused -= 1
+        if refused >= 0:
+            raise OSError(28, "No space left on device")
+        await change(**changes)
+
+    monkeypatch.setattr(shown, "change", refuses)
+    monkeypatch.setattr(evictor, "RETRY_SECONDS", 0.01)
+    scheduler.evictor.budget_raised(shown)
+    following = asyncio.create_task(scheduler.evictor.follow())
+    await until_async(lambda: shown.generation.wanted, 30, "the wish to be written down")
+    scheduler.evictor.end()
+    await following
+    assert capsys.readouterr().out.count("dataset is not filled again") == 1
 
 
 async def test_requests_and_the_dataset_itself_save_one_after_the_other(tmp_path: Path) -> None:
