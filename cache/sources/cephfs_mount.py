@@ -106,8 +106,8 @@ class Way:
                 )
             case "5" | "110" | "111" | "113":
                 return self.error(
-                    f"no monitor of {', '.join(source.monitors)} answers",
-                    "check the addresses and the network",
+                    f"no monitor of {', '.join(source.monitors)} answers, or no MDS",
+                    "check 'ceph fs status', the addresses and the network",
                 )
         return self.error(f"mounting failed ({number or 'no reason given'})", "see the log")
 
@@ -117,7 +117,8 @@ async def way_to(source: CephfsSource, thing: str) -> Way:
     secret = await secrets.fetch(source.secret_file, source.user, thing)
     way = Way(source, await monitors.resolve(source.monitors), secret, thing)
     if not way.addresses:
-        raise way.explain("110")
+        cause = f"no monitor of {', '.join(source.monitors)} answers"
+        raise way.error(cause, "check the addresses and the network")
     return way
 
 
