@@ -156,7 +156,7 @@ chart's away, and cert-manager does not write into one that helm made. */}}
 {{- if and $given.secretName $issued -}}
 {{- fail (printf "metrics.certificate has secretName %q and certManager.issuerRef: name one of them" $given.secretName) -}}
 {{- end -}}
-{{- $given.secretName | default (ternary "nodeagent--metrics-issued" "nodeagent--metrics" (not (empty $issued))) -}}
+{{- $given.secretName | default (printf "%s--metrics%s" .Release.Name (ternary "-issued" "" (not (empty $issued)))) -}}
 {{- end -}}
 
 {{- define "nodeagent.metricsServer" -}}
