@@ -414,10 +414,10 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             f"dataset {shown.name} was perhaps filled from another source of that name: "
             f"{shown.current.unproven}"
         )
+        verify = f"'nodeagent dataset verify {shown.name} --source' compares every byte; "
         advice = (
-            f"'nodeagent dataset verify {shown.name} --source' compares every byte and settles it; "
-            f"'nodeagent dataset remove {shown.name}' and 'nodeagent dataset warm {shown.name}' "
-            "fill it again"
+            f"{'' if shown.source.block else verify}'nodeagent dataset remove {shown.name}' "
+            f"and 'nodeagent dataset warm {shown.name}' fill it again"
         )
         yield finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
@@ -480,11 +480,12 @@ def of_scrubs(dataset: Dataset) -> Iterable[Finding]:
         if each.record.damaged and not each.source.block:
             message = f"{each.record.damaged} files of {which}, an earlier generation of dataset "
             message += f"{name}, were bad on the SSD: it is discarded when nobody uses it"
-            remedy = (
-                "jobs read its source by its id, and miss these files where that cannot be read; "
-                f"'nodeagent dataset generations {name}' names who uses it. A rollback fills it "
-                "again"
-            )
+            remedy = f"'nodeagent dataset generations {name}' names who uses it; jobs read "
+            if dataset.settings.freshness == "frozen":
+                remedy += "the other files of it"
+            else:
+                remedy += "its source by its id, and miss these files where that cannot be read. "
+                remedy += "A rollback fills it again"
             about = f"{name}/{each.id}"
             yield finding("generation-damaged", name, Severity.WARNING, message, remedy, about)
 
@@ -502,10 +503,12 @@ def _of_source(dataset: Dataset) -> Iterable[Finding]:
     crossed = next((each.crossed for each in records if each.crossed), "")
 
     if refused:
-        message = f"the source of dataset {name} refuses root {refused}, so it is not cached"
+        what = "it" if dataset.generation.refused else "its update"
+        message = f"the source of dataset {name} refuses root {refused}, so {what} is not cached"
         advice = (
-            "jobs read the source, each as who it is; let root of the nodes read all of it (NFS: "
-            f"no_root_squash), or cache a copy, then 'nodeagent dataset warm {name}'"
+            "jobs read the source of what is not cached, each as who it is; let root of the nodes "
+            "read all of it (NFS: no_root_squash), or cache a copy, then "
+            f"'nodeagent dataset warm {name}'"
         )
         yield finding("dataset-source-refuses", name, Severity.WARNING, message, advice)
     if inside or crossed:

@@ -67,9 +67,10 @@ class Ended:
     err: bytes
 
 
-def hanging(about: str | None = None) -> int:
-    """How many abandoned processes the kernel still keeps; of one subject when it is given."""
-    return len(_waits(about))
+def hanging(about: str | None = None, *, share: str | None = None) -> int:
+    """How many abandoned processes the kernel still keeps; of one subject, or of one room's share,
+    when it is given."""
+    return sum(share in (None, _hanging[task][1]) for task in _waits(about))
 
 
 def _waits(about: str | None) -> "list[asyncio.Task[None]]":

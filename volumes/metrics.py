@@ -78,8 +78,8 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     text = "Failed scans."
     yield counter("volume_look_failures", text, scanner.failures)
     yield counter("volume_look_cpu_seconds", "CPU time of scans.", scanner.cpu_seconds)
-    text = "Child processes of the agent that hang in the kernel."
-    yield gauge("volume_stuck_children", text, kit.processes.hanging())
+    text = "Child processes of the audit and the guard that hang in the kernel."
+    yield gauge("volume_stuck_children", text, kit.processes.hanging(share="volumes"))
     text = "Log lines (dropped: above the limit)."
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
     fates = {(name, fate): counts[fate] for name, counts in lines.items() for fate in LINE_FATES}

@@ -146,6 +146,9 @@ class Jobs:
         if dataset.generation.state not in ("complete", "partial"):
             why = f"it is {dataset.state()}, nothing is finished yet"
             raise dataset.refused(why, "warm it first")
+        if source and dataset.source.block:
+            why = "a block image is compared with its checksums, not with its source"
+            raise dataset.refused(why, "verify it without --source")
         # Queued before the source is reached: otherwise a complete dataset would release it.
         dataset.verification = queued = Verification("queued", source)
         try:

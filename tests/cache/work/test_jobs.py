@@ -153,6 +153,16 @@ async def test_verify_of_an_unreachable_source_is_not_queued(tmp_path: Path) -> 
     assert not shown.facts().source_needed
 
 
+async def test_block_image_is_not_said_to_be_compared_with_its_source(tmp_path: Path) -> None:
+    source = Source()
+    source.block = True
+    shown = dataset(tmp_path, source)
+    with pytest.raises(kit.errors.RefusedError, match="not with its source; verify it without"):
+        await Jobs({"a": shown}, lambda: 0).verify(shown, source=True)
+    await Jobs({"a": shown}, lambda: 0).verify(shown, source=False)
+    assert shown.verification == Verification("queued")
+
+
 async def test_verify_fails_when_its_source_is_gone_at_its_turn(tmp_path: Path) -> None:
     source = Source(answers=False)
     source.go.set()
