@@ -576,7 +576,12 @@ def metrics(
         return {name: getattr(row, what) for name, row in shown.items()}
 
     sizes = {name: row.bytes.total for name, row in shown.items()}
-    yield gauge("cache_dataset_bytes", "Size of all files in the source.", sizes, "dataset")
+    yield gauge(
+        "cache_dataset_bytes",
+        "Size of all files in the source, as far as listed.",
+        sizes,
+        "dataset",
+    )
     stored = {name: row.bytes.done for name, row in shown.items()}
     text = "Size that the stored files have in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")

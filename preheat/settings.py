@@ -138,7 +138,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     by themselves. Set: the kubelet may delete a pinned image at any time, and a running agent
     restores the image without the registry."""
     retain: RetainSettings | None = None
-    """Also pin images that pods used and that `images` does not list."""
+    """Also pin images that pods use and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]. Default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
@@ -156,7 +156,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     bytes_per_second: kit.settings.Bytes | None = Field(default=None, ge=64 * 1024)
     """Maximum download rate of all pulls."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """Hours in which the agent may pull by itself: HH:MM-HH:MM (UTC)."""
+    """Hours in which the agent may start pulls by itself: HH:MM-HH:MM (UTC)."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0
