@@ -576,12 +576,8 @@ def metrics(
         return {name: getattr(row, what) for name, row in shown.items()}
 
     sizes = {name: row.bytes.total for name, row in shown.items()}
-    yield gauge(
-        "cache_dataset_bytes",
-        "Size of all files in the source, as far as listed.",
-        sizes,
-        "dataset",
-    )
+    text = "Size of all files in the source, as far as listed."
+    yield gauge("cache_dataset_bytes", text, sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
     text = "Size that the stored files have in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
