@@ -47,7 +47,7 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
 
 
 class DatasetStatus(kit.settings.Shown):
-    """One entry for each dataset on this node."""
+    """A dataset of this node."""
 
     name: str  # Name of the dataset.
     state: str  # complete, filling, partial, failed, paused, ...: as in 'nodeagent dataset list'.

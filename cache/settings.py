@@ -231,17 +231,19 @@ class DatasetSettings(kit.settings.Section):
     """Shell pattern of the snapshots that 'freshness: follow' uses. '*' excludes names that begin
     with '_'."""
     earlier: int = Field(default=1, ge=0, le=8)
-    """How many earlier generations the agent keeps."""
+    """How many earlier generations the agent keeps, if they fit."""
     warm: bool = True
-    """Fill automatically. false: fill only on command."""
+    """Fill automatically. false: while nothing is stored, fill only on command."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """A higher priority is filled first and evicted last, and interrupts other fills."""
+    """A higher priority is filled first, interrupts lower ones, and, of unused datasets, is evicted
+    last."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit."""
     keep: bool = False
-    """true: by itself, the agent evicts this dataset only if it is above its own budget."""
+    """true: by itself, the agent evicts this dataset only if it is above its own budget, or for its
+    own update."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -299,16 +301,16 @@ class FillSettings(kit.settings.Section):
     files_per_second: int = Field(default=0, ge=0)
     """Maximum files per second from sources. 0: no limit."""
     jitter: kit.settings.Seconds = Field(default=0.0, ge=0, le=86400)
-    """Longest random delay before the fill of a new snapshot."""
+    """Longest random delay before the fill of a new dataset or snapshot."""
 
 
 class ScrubSettings(kit.settings.Section):
     """Stored files are read against their checksums in the background, past the page cache."""
 
     every: kit.settings.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
-    """Time between scrubs. 0: only after SSD errors and crashes."""
+    """Time between scrubs. 0: only after SSD errors."""
     bytes_per_second: kit.settings.Bytes = Field(default=20 * 1024**2, gt=0)
-    """Maximum bytes per second that a scrub reads from the SSD."""
+    """Maximum bytes per second that a scheduled scrub reads from the SSD."""
     crash_bytes_per_second: ClassVar[kit.settings.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
@@ -352,7 +354,7 @@ class CacheSettings(kube.settings.RoomSettings):
     """Maximum files and directories in the store. 0: no limit."""
     reserve: kit.settings.Share = 0.1
     """Share of bytes and inodes that stays free. With `kubelet.config`, it is at least 9/8 of the
-    kubelet's eviction thresholds."""
+    kubelet's eviction thresholds for this file system."""
     refresh_interval: ClassVar[kit.settings.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: ClassVar[kit.settings.Seconds] = 15.0

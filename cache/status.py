@@ -579,7 +579,8 @@ def metrics(
         return {name: getattr(row, what) for name, row in shown.items()}
 
     sizes = {name: row.bytes.total for name, row in shown.items()}
-    yield gauge("cache_dataset_bytes", "Size of all files in the source.", sizes, "dataset")
+    text = "Size of all files in the source, as far as listed."
+    yield gauge("cache_dataset_bytes", text, sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
     text = "Size that the stored files have in the source."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
@@ -603,10 +604,10 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0: the source does not answer, and the dataset is not complete."
+    text = "0: the agent cannot reach the source, or has not yet."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
-    yield gauge("cache_generations", "Stored generations of all datasets.", kept)
+    yield gauge("cache_generations", "Generations of all datasets.", kept)
     yield gauge("cache_budget_bytes", "Budget of the store.", budget)
     yield gauge("cache_used_bytes", "Size of the store.", used)
     text = "Health of the SSD."
@@ -626,7 +627,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets that show the source until their files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Time of the last scrub of the dataset that waited longest."
+    text = "Oldest time of a dataset's last scrub."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files that scrubs found."

@@ -172,10 +172,10 @@ class ClusterSettings(kube.settings.AccessSettings):
     finds (docs/kubernetes.md)."""
 
     objects: bool = True
-    """false: the agent reads no CachedDatasets and ImageSets, and writes no NodeStorage."""
+    """false: the agent reads no CachedDatasets and ImageSets, and reports nothing."""
     namespace: str | None = None
     """Namespace of the Secrets with datasets' keys, and of the agents' common Lease. Default: the
-    namespace of the agent's account."""
+    pod's namespace, outside a pod `nodeagent`."""
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)

@@ -16,7 +16,7 @@ _TOLD = ("failed", "refused", "skipped", "paused", "released")
 
 
 class ImageStatus(kit.settings.Shown):
-    """One entry for each image that is requested or pinned on this node."""
+    """An image that is requested or pinned on this node."""
 
     ref: str  # Its reference.
     digest: str = ""  # Digest of the tag, if known.

@@ -62,7 +62,8 @@ class ImageSettings(kit.settings.Section):
     priority: int = Field(default=0, ge=-1000, le=1000)
     """An image with a higher priority is pulled first and released last."""
     share_private: bool = False
-    """true: also pull images that need credentials. Any pod on the node can then run them."""
+    """true: also pull images that need credentials. Any pod on the node can then run them,
+    unless the kubelet verifies credentials."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Only nodes whose `preheat.node_labels` have all these labels keep the image."""
 
@@ -111,7 +112,8 @@ class FleetSettings(kit.settings.Section):
     nodes: int = Field(ge=1, le=1_000_000)
     """Number of nodes that use the same `preheat` settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """How many nodes may use one registry at the same time."""
+    """How many nodes may use one registry at the same time. If necessary, the agent lengthens
+    `spread` and `refresh`."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
@@ -130,13 +132,13 @@ class PreheatSettings(kube.settings.RoomSettings):
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images to keep."""
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
-    """How long an image stays pinned after you remove it from `images`."""
+    """How long at most an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
     """If no agent ran for this time (minimum 4h), containerd ends all pins. Not set: pins never end
     by themselves. Set: the kubelet may delete a pinned image at any time, and a running agent
     restores the image without the registry."""
     retain: RetainSettings | None = None
-    """Also pin images that pods used and that `images` does not list."""
+    """Also pin images that pods use and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]. Default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
@@ -154,7 +156,7 @@ class PreheatSettings(kube.settings.RoomSettings):
     bytes_per_second: kit.settings.Bytes | None = Field(default=None, ge=64 * 1024)
     """Maximum download rate of all pulls."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
-    """Hours in which the agent may pull by itself: HH:MM-HH:MM (UTC)."""
+    """Hours in which the agent may start pulls by itself: HH:MM-HH:MM (UTC)."""
     attempt_timeout: ClassVar[kit.settings.Seconds] = 7200.0
     """Longest single attempt of a pull."""
     stall_timeout: ClassVar[kit.settings.Seconds] = 120.0

@@ -382,7 +382,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter("preheat_pulls", "Finished pulls.", totals.pulls)
     text = "Bytes fetched by pulls."
     yield counter("preheat_fetched_bytes", text, totals.fetched_bytes)
-    text = "Requests to registries."
+    text = "Requests of the agent to registries."
     yield counter("preheat_registry_requests", text, reconciler.pulls.client.requests)
     text = "Images that the agent unpacked again after a power cut."
     yield counter("preheat_images_unpacked_again", text, reconciler.durability.unpacked_again)

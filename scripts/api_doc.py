@@ -18,9 +18,10 @@ TLS and a bearer token ([security](security.md#who-may-do-what)).
 
 * If this page has no description of a call, the call does what the [command](cli.md) of the same
   name does.
-* `GET /openapi.json` describes each field with its type and meaning, the answers and the errors.
+* `GET /openapi.json` describes the fields, the answers and the errors.
 * The parentheses name the fields of the request's body or query. `!` marks a required field.
-* Every error has this body. `exit_code` is the [exit code](cli.md#exit-codes) of the command line:
+* Every error has this body, except the 503 of `/readyz`. `exit_code` is the
+  [exit code](cli.md#exit-codes) of the command line:
 
 ```json
 {"error": {"message": "…", "thing": "dataset coco", "cause": "…", "remedy": "…", "exit_code": 5}}

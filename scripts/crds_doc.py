@@ -17,8 +17,8 @@ HEAD = """\
 `nodeagent.io/v1alpha1`. They have no namespace. This page leaves out some inner fields. To see the
 inner fields of a field, use `kubectl explain`, for example `kubectl explain nst.status.datasets`.
 
-The parentheses hold the type or the allowed values. A field without a type is a string or has inner
-fields.
+The parentheses hold the type, the allowed values, or "required". A field without a type is a string
+or has inner fields.
 """
 
 # Most fields of these specs are those of a section of the settings, with the same texts: the

@@ -23,14 +23,14 @@ _STEP = re.compile(r"\d+\. |\* ")
 HEAD = """\
 # Runbook
 
-1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). The command shows each
-   finding with severity, cause and advice.
+1. Run `nodeagent status` on the node ([where](#where-to-run-commands)). The command shows the
+   findings with severity, cause and advice.
 2. Find the [symptom](#symptoms), finding or alert on this page. Headings directly below each other
    share one entry. If an entry has no **Do**, follow the finding's advice.
 3. If this does not help, run `nodeagent support-bundle`. Report the problem with the file that the
    command writes. The file has no secrets.
 
-Restart the agent only if an entry says so. A restart does not change running jobs.
+Restart the agent only if an entry or the advice says so. A restart does not change running jobs.
 """
 
 # Commands of the entries, and where they run.
@@ -44,7 +44,7 @@ PLACES = (
     ),
     ("`rbd unmap`", "on the node, or in the ceph-csi pod of the node"),
     ("`ceph …`, and `rbd …` except `rbd unmap`", "on a host with an admin key of Ceph"),
-    ("all other commands", "on the node, as root"),
+    ("all other commands, except `kubectl`", "on the node, as root"),
     ("`STATE_DIR`", "the setting `state_dir`, by default `/var/lib/nodeagent/state`"),
 )
 
@@ -73,7 +73,7 @@ SYMPTOMS = (
     ("Reads of a dataset hang", "DatasetSourceSilent"),
     (
         "Reads of a dataset fail",
-        "store-unusable, dataset-not-served",
+        "store-unusable, dataset-not-served, store-bad-files, dataset-view-lost",
     ),
     (
         "Reads of a dataset are slow",

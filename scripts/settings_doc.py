@@ -30,7 +30,7 @@ The agent reads one YAML file. It uses the first of these that you set:
 2. the file that `$NODEAGENT_CONFIG` names
 3. `/etc/nodeagent/nodeagent.yaml`
 
-`nodeagent config check FILE` prints the effective settings, or each mistake with its line.
+`nodeagent config check FILE` prints the effective settings, or the mistakes with their lines.
 `nodeagent doctor` checks sources, keys and disks on the node.
 
 * The agent refuses unknown keys.
@@ -38,9 +38,9 @@ The agent reads one YAML file. It uses the first of these that you set:
 * If you change the file, the agent reads it again. Some settings need a restart. The log, `/readyz`
   and the status page name such a setting if you change it.
 
-The parentheses after a name contain the default or "required", then the allowed range. A setting
-without parentheses is not set by default. `[]` means a list. `RULE` is the name of an [audit
-rule](audit.md). `source(rbd)` is a source of kind `rbd`.
+The parentheses after a name contain the default or "required", then for some settings the allowed
+range. A setting without parentheses is not set by default. `[]` means a list. `RULE` is the name of
+an [audit rule](audit.md). `source(rbd)` is a source of kind `rbd`.
 """
 
 

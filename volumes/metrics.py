@@ -31,7 +31,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     text = "Guarded drivers that the kernel has not loaded."
     lacking = set(guard.in_force.settings.drivers) - guard.driver_names()
     yield gauge("volumes_guard_drivers_not_loaded", text, len(lacking))
-    text = "0: the agent cannot read the kernel log, so it grants no leases."
+    text = "0: the agent cannot read the kernel log, so it grants no automatic leases."
     yield gauge("volumes_guard_log_readable", text, guard.errors.readable)
     text = "Checks of opens for writing. A permitted open counts twice."
     checks = {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]}

@@ -73,19 +73,19 @@ class GuardSettings(kit.settings.Section):
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
     """Devices whose writes the guard reports, in addition to those of `drivers`. ceph: none. csi:
-    all but the node's own disks. all: all but disks of the root file system and of
-    swaps, disks that `own` names, and memory or removable media."""
+    all but the node's own disks. all: all but disks of the root file system and of swaps, and disks
+    that `own` names. Never: devices of ramdisk, zram, sr, fd and mtdblock."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
-    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches devices
-    of PersistentVolumes."""
+    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches loop
+    devices or devices of PersistentVolumes."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may write to guarded devices (first 15 bytes of the name)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
-    nor the value of an option."""
+    nor the value of an option of cryptsetup or btrfs."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
     """Length of a lease. Set it longer than 122 s, and longer than your longest mkfs."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
@@ -97,9 +97,10 @@ class GuardSettings(kit.settings.Section):
     probe_timeout: kit.settings.Seconds = Field(default=3.0, gt=0, le=60)
     """Time limit of one read of a probe."""
     cluster_timeout: kit.settings.Seconds = Field(default=5.0, gt=0, le=60)
-    """Time limit for an answer of Ceph. Without an answer, there is no lease."""
+    """Time limit for an answer of Ceph. Without an answer, there is no
+    automatic lease."""
     require_extents: bool = False
-    """true: RBD images whose cluster is not in `clusters` get no automatic lease."""
+    """true: images of krbd whose cluster is not in `clusters` get no automatic lease."""
     raw_block: bool = True
     """A pod may write to its raw block volume."""
     cgroup: kit.settings.AbsolutePath | None = None
@@ -230,7 +231,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """In directories named 'containers', read only logs of these namespaces."""
+    """Of containers' logs, read only those of these namespaces."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with patterns besides the built-in ones."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -267,8 +268,8 @@ class RepairSettings(kit.settings.Section):
     (docs/audit.md)."""
 
     mode: Mode = "off"
-    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on. To
-    detect a blocklist, the agent needs `clusters`."""
+    """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on.
+    Needs the audit. To detect a blocklist, the agent needs `clusters`."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
@@ -299,7 +300,7 @@ class RequiredMount(kit.settings.Section):
     """Options that mounts of watched devices must have."""
 
     target: str
-    """Mount points that need `options`. `*` is allowed."""
+    """Mount points of watched devices that need `options`. `*` is allowed."""
     options: tuple[str, ...] = Field(min_length=1)
     """Options that these mounts must have."""
     fstype: str | None = None

@@ -80,7 +80,8 @@ class IntentStatus(kit.settings.Shown):
     nodes: NodesStatus = NodesStatus()  # Numbers of nodes: wanted, ready, refused.
     ready: str = ""  # Number of ready nodes and of wanted nodes, like 3/4.
     percent: int = 0  # Share of the data that a wanted node has, on average, in percent.
-    bytes: int = 0  # Size in bytes of the whole dataset, or of all images, on one node.
+    # Size in bytes of the dataset as far as it is listed, or of all images, compressed.
+    bytes: int = 0
     size: str = ""  # The size in readable form, like 1.0 TiB.
     # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
     # object. Warmed, Verified, Paused, Rescanned: all wanted nodes did what the annotation warm,
@@ -132,9 +133,10 @@ class NodeStatus(kit.settings.Shown):
 
     # Digest of the objects that this node knows.
     observed: str = ""
-    written: str = ""  # Time of this status. An unchanged node writes every 10 minutes.
+    written: str = ""  # Time of this status. An unchanged node writes about every 10 minutes.
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
-    objects: tuple[ObjectStatus, ...] = ()  # One entry for each object that selects this node.
+    # Objects that select this node, or that were deleted and that it still has.
+    objects: tuple[ObjectStatus, ...] = ()
     findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
     finding_counts: FindingCounts = FindingCounts()  # Number of findings: critical, warning, info.
     versions: Versions = Versions()  # Versions of the agent and the kernel.

@@ -53,7 +53,7 @@ COVERED = {
     ): "tests/examples/test_train.py",  # without Slurm
     (
         "upgrade.md",
-        "kubectl apply --server-side -f deploy/manifests/crds.yaml",
+        "kubectl apply --server-side --force-conflicts -f deploy/manifests/crds.yaml",
     ): "tests/deploy/test_release.py",  # an upgrade: test_node_rounds.py
     (
         "guard.md",
