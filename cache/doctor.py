@@ -85,9 +85,9 @@ def overlay() -> str:
     view.check_kernel()
     release = os.uname().release
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
-    if numbers < (5, 11):
+    if numbers < (5, 12):
         raise kit.errors.HostError(
-            f"kernel {release}", "it is older than 5.11", "boot a newer kernel"
+            f"kernel {release}", "it is older than 5.12", "boot a newer kernel"
         )
     return f"kernel {release}" + ("" if numbers >= (6, 5) else " (6.5 swaps views without a rest)")
 

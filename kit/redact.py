@@ -69,11 +69,11 @@ _RULES = [
         (r"\b(bearer|basic) +(?!authenti)[\w.~+/=-]{8,}", rf"\1 {HIDDEN}"),
         (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*", HIDDEN),  # a JWT
         # In quotes: fields of JSON and Python (docker's auths, answers of token services), YAML,
-        # TOML, logs of Go.
+        # TOML, logs of Go. Up to the quote with as many backslashes: one within has more.
         (
             (
                 rf"(?<![\w-])((?:{_NAME})(?:\\*[\"']\s?:\s?|\s?=\s?)|{_PLAIN}:[ \t]*)"
-                r"(\\*)b?([\"'])(?:(?!\3|\\+\3).)*"
+                r"(\\+)?b?([\"'])(?(2)(?:(?!(?<!\\)\2\3).)*|(?:\\.|(?!\3)[^\\])*)"
             ),
             rf"\1\2\3{HIDDEN}",
         ),
@@ -94,7 +94,8 @@ _RULES = [
             rf"\1{HIDDEN}",
         ),
         (
-            rf"(?<![\w-])(--?{_PLAIN}(?:[\"'],)? +)([\"'])(?:(?!\2).)*",  # in quotes, in a list
+            # In quotes, in a list.
+            rf"(?<![\w-])(--?{_PLAIN}(?:[\"'],)? +)([\"'])(?:\\.|(?!\2)[^\\])*",
             rf"\1\2{HIDDEN}",
         ),
         # A login before a host, without a scheme. Digests and snapshots of images are none.

@@ -112,6 +112,22 @@ def test_no_secret_comes_through(parts: list[tuple[str, tuple[str, str]]], end: 
     assert kit.redact.text(clean) == clean
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        json.dumps({"auth": 'ab"SECRET', "b": "end"}),
+        json.dumps(json.dumps({"auth": 'ab"SECRET', "b": "end"})),
+        json.dumps({"auth": "ab\\", "token": "SECRET"}) + " end",
+        repr({"auth": "ab'\"SECRET", "b": "end"}),
+        '--password "ab\\"SECRET" --b end',
+    ],
+)
+def test_a_quote_within_a_secret_does_not_end_it(said: str) -> None:
+    clean = kit.redact.text(said)
+    assert "SECRET" not in clean
+    assert "end" in clean
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_taken(said: str) -> None:
     clean = kit.redact.text(said)
