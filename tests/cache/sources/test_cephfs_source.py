@@ -66,7 +66,7 @@ def test_mount_kernel_speaks_one_protocol(
 
 @pytest.mark.parametrize(
     ("number", "cause"),
-    [("13", "is refused"), ("2", "does not exist"), ("110", "answers, or no MDS"), ("", "no reason")],
+    [("13", "is refused"), ("2", "does not exist"), ("110", "or no MDS"), ("", "no reason")],
 )
 def test_explain_names_the_cause(tmp_path: Path, number: str, cause: str) -> None:
     error = way(tmp_path).explain(number)
