@@ -249,7 +249,7 @@ def _seconds(_ctx: click.Context, _parameter: click.Parameter, value: str) -> fl
     "--value",
     callback=_value,
     metavar="TEXT",
-    help="What the annotation says: nodes act on each value once. Default: the time.",
+    help="What the annotation says: nodes act when it changes. Default: the time.",
 )
 @click.option("--wait", is_flag=True, help="Until all nodes have all of it.")
 @click.option(

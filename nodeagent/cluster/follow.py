@@ -373,7 +373,7 @@ class Follower:
                 )
             )  # fmt: skip
         for key, why in self._waits.items():
-            message = f"the object was deleted, what it asked for is not given up yet: {why}"
+            message = f"no object asks for it here any more, and it is not given up yet: {why}"
             found.append(_finding("intent-in-use", key, message, "it is tried again by itself"))
         found += self.shares.findings()
         troubles = [each.trouble for each in self.watches.values()] + [self.node.trouble]

@@ -68,7 +68,7 @@ class RequestStatus(kit.settings.Shown):
     """What an annotation asks of this node."""
 
     verb: str  # warm, verify, pause or rescan.
-    value: str  # Value of the annotation. The node acts once per value.
+    value: str  # Value of the annotation. The node acts when it changes.
     state: str  # pending, done or failed.
     message: str = ""  # Why it is pending or failed.
 
