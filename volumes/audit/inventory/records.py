@@ -218,15 +218,15 @@ def on_device(name: str, kubelet: str) -> list[str]:
         return []
     host = mountinfo.parse(Path("/proc/1/mountinfo").read_bytes())
     found, _ = volumes(directory, host, [device], roots=(root,))
-    disks: dict[str, stack.StackedDevice] = {}
-    with contextlib.suppress(OSError):  # then the records alone say it
-        stack.reached([name], disks)
-        found, _ = on_disks(found, disks)
     claims = [each for each in found if each.driver and each.handle]
     direct = [each for each in claims if each.device == name and not each.is_raw]
     if not direct:
-        disk = naming.disk(disks[name], disks) if name in disks else name
-        there = [e for e in claims if e.number and (e.number == device.number or e.disk == disk)]
+        known: dict[str, stack.StackedDevice] = {}
+        with contextlib.suppress(OSError):  # then the records alone say it
+            stack.reached([name], known)
+            claims, _ = on_disks(claims, known)
+        disks = naming.disks(known[name], known) if name in known else frozenset()
+        there = [e for e in claims if e.number and (e.number == device.number or e.disks & disks)]
         direct = there if len({(each.driver, each.handle) for each in there}) == 1 else []
     return [direct[0].driver, direct[0].handle, direct[0].name] if direct else []
 
@@ -239,22 +239,23 @@ def on_disks(
 ) -> tuple[list[Volume], list[str]]:
     """With the devices of all drivers that they lie on; and what could not be read. ``known``: what
     was read before. OSError."""
-    if all(volume.number is None for volume in volumes):
+    names = {v.number: blockdev.name_of(v.number, sys) for v in volumes if v.number is not None}
+    if not names:
         return volumes, []
     there = rbd_sysfs.listed(f"{sys}/dev/block")
+    stack.reached(filter(None, names.values()), known, sys, proc)
     found = []
     for volume in volumes:
         if volume.number is not None:
             number = "{}:{}".format(*volume.number)
-            name = blockdev.name_of(volume.number, sys)
+            name = names[volume.number]
             home = f"{sys}/dev/block/{number}"
-            stack.reached([name] if name else [], known, sys, proc)
             gone = "the kernel no longer has it" if there and number not in there else ""
             disk = known.get(name)
             volume = dataclasses.replace(
                 volume,
                 on=name or volume.on or number,
-                disk=naming.disk(disk, known) if disk else "",
+                disks=naming.disks(disk, known) if disk else frozenset(),
                 gone=naming.gone(disk, known) if disk else gone,
                 read_only=volume.read_only or rbd_sysfs.text(f"{home}/ro") == "1",
             )

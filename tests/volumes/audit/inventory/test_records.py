@@ -236,8 +236,8 @@ def test_which_volume_is_on_a_device_for_the_witness(
     sizes: dict[str, stack.StackedDevice] = {
         "vdb": stack.StackedDevice("vdb", (254, 16), size=1),
         "rbd0": stack.StackedDevice("rbd0", (252, 0), size=1),
-        "dm-9": stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",)),
-        "dm-4": stack.StackedDevice("dm-4", (253, 4), size=1, uuid="CRYPT-2", below=("rbd0",)),
+        "dm-9": stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-LUKS", below=("vdb",)),
+        "dm-4": stack.StackedDevice("dm-4", (253, 4), size=1, uuid="CRYPT-LUKS", below=("rbd0",)),
     }
     numbers = {each.number: each.name for each in sizes.values()}
     made = {n: blockdev.BlockDevice(n, each.number, "", 1, False) for n, each in sizes.items()}
