@@ -308,9 +308,10 @@ def _raw(
 ) -> Iterator[Volume]:
     """Raw block volumes, which kubelet keeps in volumeDevices: the record in <name>/data, and the
     device nodes mounted at publish/<name>/<uid> and <name>/dev/<uid>. A node that is only a file
-    outlives a reboot, and says nothing. Where the kernel deleted it, its device is gone, and the
-    number may be the next one's. ceph-csi notes image and device where kubelet had the volume
-    staged: then only a node of a device that shows this image counts."""
+    outlives a reboot, and a mount may outlive its pod: they say nothing. Where the kernel deleted
+    the node (in devtmpfs), its device is gone, and the number may be the next one's. ceph-csi notes
+    image and device where kubelet had the volume staged: then only a node of a device that shows
+    this image counts, and the record of one that shows another is an earlier attachment's."""
     base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
     for name in files.names(roots[0] + base)[:_MOST_VOLUMES]:
         record = files.json(f"{roots[0]}{base}/{name}/data/vol_data.json")
@@ -318,18 +319,21 @@ def _raw(
             continue
         homes = f"{base}/publish/{name}", f"{base}/{name}/dev"
         paths = [f"{home}/{uid}" for home in homes for uid in files.names(roots[0] + home)]
+        paths = [path for path in paths if os.path.basename(path) in files.pods]
         bound = [by_target[path] for path in paths if path in by_target]
         bound = [mount for mount in bound if mount.fstype in ("devtmpfs", "tmpfs")]
-        lost = [mount for mount in bound if mount.root.endswith("//deleted")]
+        lost = [m for m in bound if m.fstype == "devtmpfs" and m.root.endswith("//deleted")]
         nodes = _nodes(roots, [mount.target for mount in bound if mount not in lost])
         meta = files.json(f"{roots[0]}{base}/staging/{name}/image-meta.json")
         image = _image(meta)
         device = _device(meta, image, () if image else nodes.values(), known)
         if image:
-            its = device.image if device else None
-            shown = device.name if device and its and its.key == image.key else ""
+            if device and device.image and device.image.key != image.key:
+                device = known.by_image.get(image.key)
+            shown = device.name if device and device.image else ""
             nodes = {p: n for p, n in nodes.items() if shown and _reaches(n, shown, known.sys)}
-        lost = [mount for mount in lost if _NODE.match(mount.root) and not nodes]
+        # With a device it is attached anew, and its pod gets that in a moment.
+        lost = [mount for mount in lost if _NODE.match(mount.root) and not (nodes or device)]
         handle = str(record.get("volumeHandle", ""))
         pods = {os.path.basename(path): path for path in [*nodes, *(m.target for m in lost)][::-1]}
         yield Volume(

@@ -448,8 +448,10 @@ def _forget(known: dict[str, stack.StackedDevice], request: Request) -> None:
 def _named(
     devices: list[blockdev.BlockDevice], volumes: list[Volume]
 ) -> list[blockdev.BlockDevice]:
-    """Devices whose driver does not show the image get it from ceph-csi's record."""
-    images = {v.device: v.image for v in volumes if v.device and v.image}
+    """Devices whose driver does not show the image get it from ceph-csi's record of what is mounted
+    there, if anything is: other records may be of earlier attachments."""
+    surest = sorted(volumes, key=lambda volume: volume.number is None)
+    images = {v.device: v.image for v in surest[::-1] if v.device and v.image}
     return [
         dataclasses.replace(device, image=images[device.name])
         if device.image is None and device.name in images
