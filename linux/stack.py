@@ -32,8 +32,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 @dataclass(frozen=True)
 class StackedDevice:
-    """A disk, a partition, or what is made of others. ``below``: the names of what it lies on; of a
-    partition, its disk."""
+    """A disk, a partition, or what is made of others. ``below``: the names of what it lies on (of a
+    loop device over a disk that has gone, its number); of a partition, its disk."""
 
     name: str  # sda
     number: Number
@@ -44,6 +44,7 @@ class StackedDevice:
     mapping: str = ""  # device mapper: its name
     uuid: str = ""  # device mapper: LVM-..., CRYPT-..., mpath-...
     backing: str = ""  # loop: the path of its file
+    partial: bool = False  # loop: it shows a part of what it lies on
     partuuid: str = ""  # of a partition; older kernels do not say it
     wwid: str = ""
     serial: str = ""
@@ -170,8 +171,9 @@ def _over(
     """A loop device with the block device that it lies on."""
     if made.backing.startswith("/dev/") or "/volumeDevices/" in made.backing:
         with contextlib.suppress(OSError):  # without an answer it lies on a file
-            lower = blockdev.name_of(disk_below(made.name) or (0, 0), sysfs)
-            return dataclasses.replace(made, below=(lower,) if lower else ())
+            if number := disk_below(made.name):
+                lower = blockdev.name_of(number, sysfs) or "{}:{}".format(*number)
+                return dataclasses.replace(made, below=(lower,))
     return made
 
 
@@ -185,17 +187,20 @@ def _device(
         return next(filter(None, (rbd_sysfs.text(f"{home}/{file}") for file in files)), "")
 
     partition = os.path.exists(f"{home}/partition")
-    disk = os.path.basename(os.path.dirname(os.path.realpath(home)))
+    disk = (os.path.basename(os.path.dirname(os.path.realpath(home))),) if partition else ()
+    backing = text("loop/backing_file")
+    limits = [text(f"loop/{file}") for file in ("offset", "sizelimit")] if backing else []
     return StackedDevice(
         name=name,
         number=number,
         driver=drivers.get(number[0], ""),
         size=rbd_sysfs.integer(text("size")) * blockdev.SECTOR,
         partition=partition,
-        below=(disk,) if partition else tuple(sorted(rbd_sysfs.listed(f"{home}/slaves"))),
+        below=disk or tuple(sorted(rbd_sysfs.listed(f"{home}/slaves"))),
         mapping=text("dm/name"),
         uuid=text("dm/uuid"),
-        backing=text("loop/backing_file"),
+        backing=backing,
+        partial=any(limit not in ("", "0") for limit in limits),
         # No link in /dev/disk says this: a copy of a disk would take the link of the first one.
         partuuid=text("uevent").partition("PARTUUID=")[2].partition("\n")[0],
         wwid=text(*_WWIDS),

@@ -1,6 +1,7 @@
 """Chooses the next scan from the last inventory and what was scanned before. Pure.
 
-Scans differ in cost. The quick one (sysfs and the host's mount table, 2 ms) follows every change.
+Scans differ in cost. The quick one (sysfs, the host's mount tables and kubelet's records: 2 ms, and
+30 ms with 500 volumes on LUKS) follows every change.
 Visiting every mount namespace is done when a device is in use without a host mount, and at
 intervals. Open files of all processes are searched only where a device is held and no mount
 explains it, and then less and less often.

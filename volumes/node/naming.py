@@ -1,4 +1,4 @@
-"""What a block device is: the disk that it shows, and whether that is there. Pure."""
+"""What a block device is: the disks that it shows, and whether they are there. Pure."""
 
 from collections.abc import Mapping
 
@@ -7,14 +7,16 @@ from linux.stack import StackedDevice
 Devices = Mapping[str, StackedDevice]  # by name
 
 
-def disk(device: StackedDevice, devices: Devices) -> str:
-    """Equal for all ways to the same bytes: multipath or LUKS on it, a loop device over it. A
-    partition is another disk than its neighbours, and so is a logical volume. No name counts that
-    the disk gives itself: copies and cheap models share one."""
-    lower = devices.get(device.below[0]) if device.below else None
-    if lower and (device.driver == "loop" or device.uuid.startswith(("CRYPT-", "mpath-"))):
-        return disk(lower, devices)
-    return f"{device.number[0]}:{device.number[1]}"
+def disks(device: StackedDevice, devices: Devices) -> frozenset[str]:
+    """Ways to the same bytes share one: multipath or LUKS on it, a loop device over all of it. A
+    partition is another disk than its neighbours, and so are a logical volume and a part that plain
+    dm-crypt or a loop device shows. No name counts that the disk gives itself: copies and cheap
+    models share one."""
+    lower = [disks(devices[name], devices) for name in device.below if name in devices]
+    whole = device.driver == "loop" and not device.partial
+    if lower and (whole or device.uuid.startswith(("CRYPT-LUKS", "mpath-"))):
+        return frozenset[str]().union(*lower)
+    return frozenset({f"{device.number[0]}:{device.number[1]}"})
 
 
 def gone(device: StackedDevice, devices: Devices) -> str:

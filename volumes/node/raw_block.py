@@ -85,10 +85,11 @@ def host_table() -> bytes:
 def kubelets(proc: str = "/proc") -> list[int]:
     """Processes that are this node's kubelet, and not that of a cluster in a pod. Reads all of
     /proc: milliseconds for a thousand processes."""
-    return [int(pid) for pid in os.listdir(proc) if pid.isdigit() and _is_kubelet(Path(proc, pid))]
+    return [int(pid) for pid in os.listdir(proc) if pid.isdigit() and is_kubelet(proc, pid)]
 
 
-def _is_kubelet(process: Path) -> bool:
+def is_kubelet(proc: str, pid: int | str) -> bool:
+    process = Path(proc, str(pid))
     try:
         # The kernel cuts names at 15 bytes, also within a character.
         if (process / "comm").read_bytes().strip() not in _NAMES:

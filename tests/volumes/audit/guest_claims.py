@@ -37,6 +37,7 @@ def published(handle: str, node: str) -> None:
     data.mkdir(parents=True)
     record = {"driverName": "disk.csi.example", "volumeHandle": handle, "specVolID": handle}
     (data / "vol_data.json").write_text(json.dumps(record))
+    (KUBELET / "pods/uid").mkdir(parents=True)
     target = CSI / "volumeDevices/publish" / handle / "uid"
     target.parent.mkdir(parents=True)
     target.touch()

@@ -21,6 +21,7 @@ def raw(stage: Stage, device: str, claim: str, pod: str) -> Path:
     record = {"driverName": "disk.csi.example", "volumeHandle": f"raw-{claim}", "specVolID": claim}
     (base / claim / "data").mkdir(parents=True)
     (base / claim / "data/vol_data.json").write_text(json.dumps(record))
+    (stage.kubelet / "pods" / pod).mkdir(parents=True)
     target = base / "publish" / claim / pod
     target.parent.mkdir(parents=True)
     target.touch()

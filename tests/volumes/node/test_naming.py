@@ -21,6 +21,14 @@ NODE_OF_ALL: dict[str, Any] = {
         "dm-3": {"dev": "253:3", "dm/name": "luks-1", "dm/uuid": "CRYPT-LUKS2-1-luks-1",
                  "slaves": ["dm-2"]},
         "sdf1": {"dev": "8:81", "disk": "sdf"},
+        # losetup -o, and plain dm-crypt, which may begin anywhere
+        "loop0": {"dev": "7:0", "loop/backing_file": "/dev/sdf", "loop/offset": "0",
+                  "loop/sizelimit": "0", "lower": "sdf"},
+        "loop1": {"dev": "7:1", "loop/backing_file": "/dev/sdf", "loop/offset": "512",
+                  "lower": "sdf"},
+        "loop2": {"dev": "7:2", "loop/backing_file": "/dev/sdf", "loop/sizelimit": "512",
+                  "lower": "sdf"},
+        "dm-4": {"dev": "253:4", "dm/name": "p", "dm/uuid": "CRYPT-PLAIN-p", "slaves": ["sdf"]},
     },
 }  # fmt: skip
 
@@ -31,8 +39,11 @@ def devices(tmp_path: Path) -> dict[str, StackedDevice]:
 
 
 def test_what_is_on_all_of_a_disk_is_that_disk(devices: dict[str, StackedDevice]) -> None:
-    said = {name: naming.disk(each, devices) for name, each in devices.items()}
-    assert said == {"sdf": "8:80", "sdg": "8:96", "dm-2": "8:80", "dm-3": "8:80", "sdf1": "8:81"}
+    said = {name: " ".join(sorted(naming.disks(each, devices))) for name, each in devices.items()}
+    assert said == {
+        "sdf": "8:80", "sdg": "8:96", "dm-2": "8:80 8:96", "dm-3": "8:80 8:96", "sdf1": "8:81",
+        "loop0": "8:80", "loop1": "7:1", "loop2": "7:2", "dm-4": "253:4",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NODE)
@@ -44,8 +55,8 @@ def test_no_two_disks_of_a_node_are_one(name: str, tmp_path: Path) -> None:
         through = each.uuid.startswith(("CRYPT-", "mpath-")) or (
             each.driver == "loop" and each.below
         )
-        if not through and each.size:
-            said.setdefault(naming.disk(each, found), set()).add(each.wwid or each.name)
+        for disk in naming.disks(each, found) if not through and each.size else ():
+            said.setdefault(disk, set()).add(each.wwid or each.name)
     assert [each for each in said.values() if len(each) > 1] == []
 
 

@@ -134,7 +134,7 @@ class Volume:
     # Of all drivers, the block device that is mounted or published as a whole:
     number: blockdev.Number | None = None
     on: str = ""  # its kernel name, or what the mount table calls it
-    disk: str = ""  # volumes.node.naming.disk
+    disks: frozenset[str] = frozenset()  # volumes.node.naming.disks
     gone: str = ""  # why nothing can be read from it any more
     read_only: bool = False  # every mount of it, or every pod's
 

@@ -218,15 +218,15 @@ def on_device(name: str, kubelet: str) -> list[str]:
         return []
     host = mountinfo.parse(Path("/proc/1/mountinfo").read_bytes())
     found, _ = volumes(directory, host, [device], roots=(root,))
-    disks: dict[str, stack.StackedDevice] = {}
-    with contextlib.suppress(OSError):  # then the records alone say it
-        stack.reached([name], disks)
-        found, _ = on_disks(found, disks)
     claims = [each for each in found if each.driver and each.handle]
     direct = [each for each in claims if each.device == name and not each.is_raw]
     if not direct:
-        disk = naming.disk(disks[name], disks) if name in disks else name
-        there = [e for e in claims if e.number and (e.number == device.number or e.disk == disk)]
+        known: dict[str, stack.StackedDevice] = {}
+        with contextlib.suppress(OSError):  # then the records alone say it
+            stack.reached([name], known)
+            claims, _ = on_disks(claims, known)
+        disks = naming.disks(known[name], known) if name in known else frozenset()
+        there = [e for e in claims if e.number and (e.number == device.number or e.disks & disks)]
         direct = there if len({(each.driver, each.handle) for each in there}) == 1 else []
     return [direct[0].driver, direct[0].handle, direct[0].name] if direct else []
 
@@ -239,22 +239,23 @@ def on_disks(
 ) -> tuple[list[Volume], list[str]]:
     """With the devices of all drivers that they lie on; and what could not be read. ``known``: what
     was read before. OSError."""
-    if all(volume.number is None for volume in volumes):
+    names = {v.number: blockdev.name_of(v.number, sys) for v in volumes if v.number is not None}
+    if not names:
         return volumes, []
     there = rbd_sysfs.listed(f"{sys}/dev/block")
+    stack.reached(filter(None, names.values()), known, sys, proc)
     found = []
     for volume in volumes:
         if volume.number is not None:
             number = "{}:{}".format(*volume.number)
-            name = blockdev.name_of(volume.number, sys)
+            name = names[volume.number]
             home = f"{sys}/dev/block/{number}"
-            stack.reached([name] if name else [], known, sys, proc)
             gone = "the kernel no longer has it" if there and number not in there else ""
             disk = known.get(name)
             volume = dataclasses.replace(
                 volume,
                 on=name or volume.on or number,
-                disk=naming.disk(disk, known) if disk else "",
+                disks=naming.disks(disk, known) if disk else frozenset(),
                 gone=naming.gone(disk, known) if disk else gone,
                 read_only=volume.read_only or rbd_sysfs.text(f"{home}/ro") == "1",
             )
@@ -307,9 +308,10 @@ def _raw(
 ) -> Iterator[Volume]:
     """Raw block volumes, which kubelet keeps in volumeDevices: the record in <name>/data, and the
     device nodes mounted at publish/<name>/<uid> and <name>/dev/<uid>. A node that is only a file
-    outlives a reboot, and says nothing. Where the kernel deleted it, its device is gone, and the
-    number may be the next one's. ceph-csi notes image and device where kubelet had the volume
-    staged: then only a node of a device that shows this image counts."""
+    outlives a reboot, and a mount may outlive its pod: they say nothing. Where the kernel deleted
+    the node (in devtmpfs), its device is gone, and the number may be the next one's. ceph-csi notes
+    image and device where kubelet had the volume staged: then only a node of a device that shows
+    this image counts, and the record of one that shows another is an earlier attachment's."""
     base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
     for name in files.names(roots[0] + base)[:_MOST_VOLUMES]:
         record = files.json(f"{roots[0]}{base}/{name}/data/vol_data.json")
@@ -317,18 +319,21 @@ def _raw(
             continue
         homes = f"{base}/publish/{name}", f"{base}/{name}/dev"
         paths = [f"{home}/{uid}" for home in homes for uid in files.names(roots[0] + home)]
+        paths = [path for path in paths if os.path.basename(path) in files.pods]
         bound = [by_target[path] for path in paths if path in by_target]
         bound = [mount for mount in bound if mount.fstype in ("devtmpfs", "tmpfs")]
-        lost = [mount for mount in bound if mount.root.endswith("//deleted")]
+        lost = [m for m in bound if m.fstype == "devtmpfs" and m.root.endswith("//deleted")]
         nodes = _nodes(roots, [mount.target for mount in bound if mount not in lost])
         meta = files.json(f"{roots[0]}{base}/staging/{name}/image-meta.json")
         image = _image(meta)
         device = _device(meta, image, () if image else nodes.values(), known)
         if image:
-            its = device.image if device else None
-            shown = device.name if device and its and its.key == image.key else ""
+            if device and device.image and device.image.key != image.key:
+                device = known.by_image.get(image.key)
+            shown = device.name if device and device.image else ""
             nodes = {p: n for p, n in nodes.items() if shown and _reaches(n, shown, known.sys)}
-        lost = [mount for mount in lost if _NODE.match(mount.root) and not nodes]
+        # With a device it is attached anew, and its pod gets that in a moment.
+        lost = [mount for mount in lost if _NODE.match(mount.root) and not (nodes or device)]
         handle = str(record.get("volumeHandle", ""))
         pods = {os.path.basename(path): path for path in [*nodes, *(m.target for m in lost)][::-1]}
         yield Volume(

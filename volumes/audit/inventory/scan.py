@@ -230,6 +230,7 @@ class Kept:
     places: dict[int, tuple[mountinfo.Mount, Place]] = field(default_factory=dict)  # by mount id
     visited: holders.Relevant = field(default_factory=holders.Relevant)
     disks: dict[str, stack.StackedDevice] = field(default_factory=dict)  # of volumes, by name
+    kubelets: list[int] = field(default_factory=list)  # when the processes were read last
 
 
 def scan(request: Request, kept: Kept | None = None) -> Inventory:
@@ -250,10 +251,8 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     root = records.host_root(request.proc)
     directory = records.host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
-    # A kubelet with a mount namespace of its own shows raw block volumes below its own root, and
-    # only to a scan that reads the processes: until the next one such a volume is out of sight.
-    kubelets = processes.kubelets if processes is not None else []
-    roots = [root, *(f"{request.proc}/{pid}/root" for pid in kubelets)]
+    # A kubelet with a mount namespace of its own shows raw block volumes below its own root.
+    roots = [root, *(f"{request.proc}/{pid}/root" for pid in kept.kubelets)]
     volumes, missing = records.volumes(
         directory, everything, devices, roots=roots, files=kept.files, quick=not request.deep,
         sys=request.sys, proc=request.proc,
@@ -335,14 +334,17 @@ def _on(watched: set[blockdev.Number], tables: Tables, kept: Kept) -> list[Place
 def _host_tables(
     proc: str, processes: Processes | None, gaps: list[str], kept: Kept
 ) -> dict[int, list[mountinfo.Mount]]:
-    """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own."""
+    """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own. A
+    kubelet that started since the processes were read last is not known yet."""
     if processes is None:
         homes = {host_space(proc, []): 1}
+        kept.kubelets = [pid for pid in kept.kubelets if raw_block.is_kubelet(proc, pid)]
     else:
         homes = {processes.host_space(): 1}
-        for pid in processes.kubelets:
-            with contextlib.suppress(OSError):  # it ended
-                homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
+        kept.kubelets = processes.kubelets
+    for pid in kept.kubelets:
+        with contextlib.suppress(OSError):  # it ended
+            homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
     tables: dict[int, list[mountinfo.Mount]] = {}
     for inode, pid in homes.items():
         tables[inode] = []
@@ -448,8 +450,10 @@ def _forget(known: dict[str, stack.StackedDevice], request: Request) -> None:
 def _named(
     devices: list[blockdev.BlockDevice], volumes: list[Volume]
 ) -> list[blockdev.BlockDevice]:
-    """Devices whose driver does not show the image get it from ceph-csi's record."""
-    images = {v.device: v.image for v in volumes if v.device and v.image}
+    """Devices whose driver does not show the image get it from ceph-csi's record of what is mounted
+    there, if anything is: other records may be of earlier attachments."""
+    surest = sorted(volumes, key=lambda volume: volume.number is None)
+    images = {v.device: v.image for v in surest[::-1] if v.device and v.image}
     return [
         dataclasses.replace(device, image=images[device.name])
         if device.image is None and device.name in images

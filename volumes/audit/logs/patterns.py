@@ -292,12 +292,13 @@ def _device(hit: LogHit, inventory: Inventory) -> str:
         image = volume.image.spec if volume.image else ""
         if hit.volume in names or (hit.image and hit.image == image):
             return volume.device
-        if hit.pod_uid and any(p.pod_uid == hit.pod_uid and p.mounted for p in volume.publishes):
-            return volume.device
     for device in inventory.devices:
         if hit.image and device.image and device.image.spec == hit.image:
             return device.name
         for place in inventory.on_host(device):
             if hit.volume.startswith("/") and place.target == hit.volume:
                 return device.name
+    for volume in inventory.volumes:  # a pod may have several
+        if hit.pod_uid and any(p.pod_uid == hit.pod_uid and p.mounted for p in volume.publishes):
+            return volume.device
     return ""

@@ -327,9 +327,11 @@ def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Troubl
     """Two volumes of Kubernetes are on one disk. Who only reads it mixes nothing."""
     disks: dict[str, dict[tuple[str, str], Volume]] = {}
     for volume in inventory.volumes:
-        if volume.disk and volume.handle and scene.settings.watches(volume.on):
-            disks.setdefault(volume.disk, {}).setdefault((volume.driver, volume.handle), volume)
-    for disk, volumes in disks.items():
+        if volume.handle and scene.settings.watches(volume.on):
+            for disk in sorted(volume.disks):  # of multipath each path
+                disks.setdefault(disk, {}).setdefault((volume.driver, volume.handle), volume)
+    distinct = {tuple(volumes): (disk, volumes) for disk, volumes in disks.items()}
+    for disk, volumes in distinct.values():
         if len(volumes) < 2 or all(volume.read_only for volume in volumes.values()):
             continue
         first = min(volumes.values(), key=lambda volume: volume.on)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from linux import blockdev, mountinfo, rbd_sysfs, stack
-from volumes.audit.inventory import records
+from volumes.audit.inventory import model, records
 from volumes.node import raw_block
 
 
@@ -125,6 +125,7 @@ def test_quick_scan_forgets_nothing_of_a_whole_one(
 
 def _raw(kubelet: Path, name: str, meta: dict[str, Any] | None = None) -> str:
     base = kubelet / "plugins/kubernetes.io/csi/volumeDevices"
+    (kubelet / "pods/uid").mkdir(parents=True, exist_ok=True)
     record = {"driverName": "d.example", "volumeHandle": f"h-{name}", "specVolID": name}
     (base / name / "data").mkdir(parents=True)
     (base / name / "data/vol_data.json").write_text(json.dumps(record))
@@ -208,6 +209,64 @@ def test_raw_block_volumes_are_found_by_their_nodes_and_the_image(
 CEPH = {"pool": "rbd", "image": "one"}
 
 
+@pytest.mark.parametrize(("devices", "expected"), [
+    ([_rbd(3, "one")], ("rbd3", "")),  # mapped again, and not yet published to the new pod
+    ([_rbd(0, "new"), _rbd(3, "one")], ("rbd3", "")),
+    ([_rbd(0, "new")], ("", "rbd0")),  # the record is of an earlier attachment
+    ([_rbd(0)], ("rbd0", "")),  # a driver that shows no image
+    ([], ("", "rbd0")),
+])  # fmt: skip
+def test_a_raw_block_volume_is_on_a_device_that_shows_its_image(
+    devices: list[blockdev.BlockDevice], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    path = _raw(tmp_path, "one", {**CEPH, "device": "/dev/rbd0"})
+    (found,), _ = records.volumes(str(tmp_path), [_bound(path, "/rbd0//deleted")], devices)
+    assert (found.device, found.on if found.gone else "") == expected
+    # A pod that has lost its device does not keep it busy.
+    assert [p.path for p in found.publishes] == ([] if found.device else [path])
+
+
+def test_what_a_record_names_first_is_asked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease waits for it: no other device is read then."""
+    home = tmp_path / "plugins/kubernetes.io/csi/d.example/a"
+    home.mkdir(parents=True)
+    record = {"driverName": "d.example", "volumeHandle": "h-a", "specVolID": "a"}
+    (home / "vol_data.json").write_text(json.dumps(record))
+    table = [_line("252:0", f"{home}/globalmount", "/ ext4 /dev/rbd0")]
+    asked: list[str] = []
+    monkeypatch.setattr(blockdev, "identify", lambda name: _rbd(0))
+    monkeypatch.setattr(records, "host_root", lambda proc: "")
+    monkeypatch.setattr(mountinfo, "parse", lambda data: table)
+    monkeypatch.setattr(stack, "reached", lambda names, *_: asked.extend(names))
+    assert records.on_device("rbd0", str(tmp_path)) == ["d.example", "h-a", "a"]
+    assert asked == []
+
+
+def test_drivers_are_read_once_for_all_volumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for number in range(3):
+        home = tmp_path / f"devices/sd{number}"
+        home.mkdir(parents=True)
+        (home / "dev").write_text(f"8:{number}\n")
+        for at in (f"class/block/sd{number}", f"dev/block/8:{number}"):
+            (tmp_path / at).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / at).symlink_to(home)
+        found.append(model.Volume("d", f"h{number}", "s", (), "", None, (), number=(8, number)))
+    read: list[object] = []
+
+    def majors(proc: object) -> dict[int, str]:
+        read.append(proc)
+        return {8: "sd"}
+
+    monkeypatch.setattr(blockdev, "majors", majors)
+    said, _ = records.on_disks(found, {}, tmp_path)
+    assert [volume.on for volume in said] == ["sd0", "sd1", "sd2"] and len(read) == 1
+
+
 @pytest.mark.parametrize(("name", "mounts", "meta", "expected"), [
     ("vdb", {"one": ""}, None, ""),  # a node that is only a file
     ("vdb", {"one": "/vdb"}, None, "one"),
@@ -236,8 +295,8 @@ def test_which_volume_is_on_a_device_for_the_witness(
     sizes: dict[str, stack.StackedDevice] = {
         "vdb": stack.StackedDevice("vdb", (254, 16), size=1),
         "rbd0": stack.StackedDevice("rbd0", (252, 0), size=1),
-        "dm-9": stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-1", below=("vdb",)),
-        "dm-4": stack.StackedDevice("dm-4", (253, 4), size=1, uuid="CRYPT-2", below=("rbd0",)),
+        "dm-9": stack.StackedDevice("dm-9", (253, 9), size=1, uuid="CRYPT-LUKS", below=("vdb",)),
+        "dm-4": stack.StackedDevice("dm-4", (253, 4), size=1, uuid="CRYPT-LUKS", below=("rbd0",)),
     }
     numbers = {each.number: each.name for each in sizes.values()}
     made = {n: blockdev.BlockDevice(n, each.number, "", 1, False) for n, each in sizes.items()}

@@ -71,6 +71,7 @@ class Host:
         users_of: tuple[str, ...] = ("none",),
         kubelet_set: bool = False,
         deep: bool = False,
+        kept: scan.Kept | None = None,
     ) -> Inventory:
         request = scan.Request(
             drivers=("none",),
@@ -82,7 +83,7 @@ class Host:
             users_of=users_of,
             kubelet_set=kubelet_set,
         )
-        return scan.scan(request)
+        return scan.scan(request, kept)
 
 
 @pytest.fixture
@@ -290,6 +291,45 @@ def test_raw_volume_of_which_kubelet_has_a_record_is_not_idle(
     assert mappings.is_idle(_closed_raw_volume(host, monkeypatch), RBD)  # not kubelet's
     (data / "vol_data.json").write_text(json.dumps({"specVolID": "pv", "volumeHandle": "h"}))
     _check_held(_closed_raw_volume(host, monkeypatch), f"{RAW}/pv")
+
+
+A, B = (dataclasses.replace(IMAGE, name=name) for name in "AB")
+STALE = {"staging": f"{RAW}/pv", "image": A, "device": "nbd0"}
+
+
+@pytest.mark.parametrize(("volumes", "expected"), [
+    ([volume(device="nbd0", image=B), volume(**STALE)], B),
+    ([volume(device="nbd0", image=A), volume(device="nbd0", image=B, number=(43, 0))], B),
+    ([volume(**STALE)], A),
+    ([volume(**{**STALE, "device": ""})], None),
+])  # fmt: skip
+def test_an_image_that_the_driver_does_not_show_is_that_of_what_is_there(
+    volumes: list[model.Volume], expected: Any
+) -> None:
+    """Not that of a record that an earlier attachment left behind."""
+    nbd = blockdev.BlockDevice("nbd0", (43, 0), "nbd", 1, False)
+    assert [each.image for each in scan._named([nbd], volumes)] == [expected]
+
+
+def test_quick_scan_sees_what_kubelet_alone_has_mounted(host: Host) -> None:
+    """A rule that asks two looks in a row would see it only now and then."""
+    home = f"/var/lib/kubelet/{CSI}"
+    (host.root / home[1:]).mkdir(parents=True)
+    (host.root / home[1:] / "vol_data.json").write_text(json.dumps({"volumeHandle": "h1"}))
+    host.process("kubelet", space=4026531999)
+    line = f"7 1 8:2 / {home}/globalmount rw - ext4 /dev/sda2 rw\n"
+    (host.proc / "2/mountinfo").write_text(line)
+    kept = scan.Kept()
+
+    def seen(*, deep: bool = False) -> list[int]:
+        found = host.look(users_of=(), deep=deep, kept=kept)
+        return [len(each.mounts) for each in found.volumes] + list(found.host_spaces)
+
+    assert seen() == [0, 4026531841]
+    for deep in (True, False, False):
+        assert seen(deep=deep) == [1, 4026531841, 4026531999]
+    (host.proc / "2/comm").write_text("another\n")  # it has the pid now
+    assert seen() == [0, 4026531841]
 
 
 def test_related_devices_share_content_or_a_client() -> None:

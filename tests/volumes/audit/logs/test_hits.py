@@ -101,6 +101,27 @@ def test_join_finds_the_device_by_volume_path_pod_or_image() -> None:
     assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
 
 
+def test_a_line_is_about_the_volume_that_it_names_before_one_of_its_pod() -> None:
+    """Another volume of that pod may come first."""
+    uid = "1c6f2fcb-2a35-4a3c-a1f0-3d2fd3b0f1aa"
+    pod = (Publish(uid, "/p", "pvc-9", mounted=True, read_only=False),)
+    its = dataclasses.replace(IMAGE, name="csi-vol-2")
+    inventory = scene(
+        volumes=(
+            volume(publishes=pod, device="rbd1", image=its),
+            volume(publishes=pod, handle="h2", image=None),
+        ),
+        host=(place("/mnt/x"),),
+    ).inventory
+    lines = [
+        raw("unmap-failed", volume="h2", pod=uid), raw("target-busy", path="/mnt/x", pod=uid),
+        raw("rbd-in-use", image="rbd/csi-vol-1", pod=uid), raw("orphaned-pod", pod=uid),
+    ]  # fmt: skip
+    state = patterns.note(patterns.PatternHits(), lines, by_id(), 100.0, 900.0)
+    joined = patterns.join(patterns.frequent(state, by_id()), inventory, ("rbd",))
+    assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd1"]
+
+
 ALIVE = device(active=("xfs",))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from linux import rbd_sysfs
+from linux import rbd_sysfs, stack
 from tests.volumes.audit.world import judge, only, scene
 from tests.volumes.guard.test_scope import Tree
 from volumes.audit.inventory import scan
@@ -26,13 +26,18 @@ DEVICES: dict[str, dict[str, Any]] = {
     "sda2": {"dev": "8:2", "disk": "sda"},
     "sdb": {"dev": "8:16", "device/wwid": "naa.600a0b80000002", "device/model": "LUN"},
     "sdc": {"dev": "8:32", "device/wwid": "naa.600a0b80000002", "device/model": "LUN"},
+    "sdd": {"dev": "8:48"},
     "vdb": {"dev": "254:16", "serial": "Logical Volume"},  # SPDK says it of all
     "vdc": {"dev": "254:32", "serial": "Logical Volume"},
     "dm-0": {"dev": "253:0", "dm/name": "vg-a", "dm/uuid": "LVM-a", "slaves": ["sda1"]},
     "dm-1": {"dev": "253:1", "dm/name": "vg-b", "dm/uuid": "LVM-b", "slaves": ["sda1"]},
-    "dm-2": {"dev": "253:2", "dm/name": "mpatha", "dm/uuid": "mpath-3600a", "slaves": ["sdb"]},
+    "dm-2": {"dev": "253:2", "dm/name": "mpatha", "dm/uuid": "mpath-3600a",
+             "slaves": ["sdb", "sdd"]},
     "dm-3": {"dev": "253:3", "dm/name": "c", "dm/uuid": "CRYPT-LUKS2-1-c", "slaves": ["sdc"]},
+    "dm-4": {"dev": "253:4", "dm/name": "p", "dm/uuid": "CRYPT-PLAIN-p", "slaves": ["sdc"]},
     "loop0": {"dev": "7:0"},
+    "loop5": {"dev": "7:5", "loop/backing_file": "/dev/sdb"},
+    "loop6": {"dev": "7:6", "loop/backing_file": "/dev/sdb", "loop/offset": "512"},
 }  # fmt: skip
 
 
@@ -47,6 +52,7 @@ class Node:
         self.hidden = False  # /sys/dev/block
         (folder / "root" / KUBELET[1:]).mkdir(parents=True)
         monkeypatch.setattr(raw_block, "block_nodes", self._block_nodes)
+        monkeypatch.setattr(stack, "disk_below", lambda name: (8, 16))
 
     def _block_nodes(self, root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
         return {target: self.nodes.get(target) for target in targets}
@@ -86,10 +92,14 @@ class Node:
         self._mount(number, f"{at}/mount", rest)
 
     def raw(
-        self, handle: str, number: tuple[int, int], pod: str, *, node: str | None = "/node"
-    ) -> None:
-        """``node``: what kubelet mounted, None: a mknod is all that is left."""
+        self, handle: str, number: tuple[int, int], pod: str, *, node: str | None = "/node",
+        fstype: str = "devtmpfs", over: bool = False,
+    ) -> None:  # fmt: skip
+        """``node``: what kubelet mounted, None: a mknod is all that is left. ``over``: kubelet has
+        forgotten the pod."""
         base = f"{CSI}/volumeDevices"
+        if not over:
+            self._write(f"{KUBELET}/pods/{pod}/volumeDevices/kubernetes.io~csi/pvc-{handle}")
         self._write(
             f"{base}/pvc-{handle}/data/vol_data.json",
             driverName=DRIVER,
@@ -99,7 +109,7 @@ class Node:
         self._write(f"{base}/publish/pvc-{handle}/{pod}")
         self.nodes[f"{base}/publish/pvc-{handle}/{pod}"] = number
         if node:
-            self._mount("0:6", f"{base}/publish/pvc-{handle}/{pod}", f"devtmpfs {node} rw devtmpfs")
+            self._mount("0:6", f"{base}/publish/pvc-{handle}/{pod}", f"{fstype} {node} rw {fstype}")
 
     def scene(
         self, changed: tuple[str, ...] | None = None, deep: bool = False, **devices: dict[str, Any]
@@ -146,6 +156,9 @@ def found(rule: AuditRule, at: Scene) -> int:
 @pytest.mark.parametrize(("one", "other"), [
     ("8:16", "8:16"),
     ("253:2", "8:16"),  # multipath, and one of its paths
+    ("253:2", "8:48"),
+    ("253:2", "253:2"),
+    ("7:5", "8:16"),
     ("253:3", "8:32"),  # LUKS, and what it is on
     ("253:0", "253:0"),
     ("8:1", "8:1"),
@@ -176,6 +189,9 @@ def test_it_ends_with_one_of_the_volumes(node: Node) -> None:
     ("253:0", "253:1", ""),  # logical volumes of one group
     ("8:16", "8:32", ""),  # a copy, or a second node of one disk: nobody can say which
     ("254:16", "254:32", ""),  # equal serials
+    ("7:5", "7:6", ""),  # parts of one disk
+    ("8:16", "7:6", ""),
+    ("253:4", "8:32", ""),
     ("8:16", "8:16", "ext4 / ro"),  # both only read it
     ("8:16", "8:16", "lustre / rw /fsx"),  # its number may be a disk's
     ("8:16", "8:16", "fuse.s3 / rw /bucket"),
@@ -310,6 +326,20 @@ def test_a_node_that_nobody_mounted_is_not_published(
     assert found(mounting.claim_device_gone, at) == gone  # the other one
 
 
+@pytest.mark.parametrize(("fstype", "node_of"), [("devtmpfs", "/loop0"), ("tmpfs", "/any")])
+def test_what_kubelet_left_mounted_of_an_earlier_pod_is_not_published(
+    node: Node, fstype: str, node_of: str
+) -> None:
+    """Such a node outlives its disk, and the number is the next one's."""
+    node.raw("old", (8, 16), "u-old", node=node_of, fstype=fstype, over=True)
+    node.staged("new", "8:16")
+    at = node.scene()
+    assert found(mounting.two_claims_one_device, at) == 0
+    assert at.inventory and [v.number for v in at.inventory.volumes] == [(8, 16), None]
+    node.raw("old", (8, 16), "u-old")  # the pod is there
+    assert found(mounting.two_claims_one_device, node.scene()) == 1
+
+
 def test_btrfs_shows_its_device_as_its_source(node: Node) -> None:
     node.nodes = {"/dev/sdb": (8, 16), "/dev/mapper/b": (8, 16)}
     node.staged("h1", "0:50", "btrfs / rw /dev/sdb")
@@ -375,6 +405,31 @@ def test_a_raw_block_volume_whose_node_the_kernel_deleted(node: Node) -> None:
     node.raw("h1", (8, 16), "u2")  # published anew
     assert found(mounting.claim_device_gone, node.scene()) == 0
     assert found(mounting.two_claims_one_device, node.scene()) == 1
+
+
+def test_of_a_pod_that_is_over_nothing_is_lost(node: Node) -> None:
+    node.raw("h1", (8, 16), "u1", node="/sdx//deleted", over=True)
+    at = node.scene()
+    assert found(mounting.claim_device_gone, at) == 0
+    assert at.inventory and at.inventory.volumes[0].publishes == ()
+
+
+def test_the_kernel_deletes_no_node_in_a_tmpfs(node: Node) -> None:
+    """Somebody did, and the device is there."""
+    node.raw("h1", (8, 16), "u1", node="/sdb//deleted", fstype="tmpfs")
+    at = node.scene()
+    assert found(mounting.claim_device_gone, at) == 0
+    assert at.inventory and at.inventory.volumes[0].number == (8, 16)
+
+
+def test_a_loop_device_over_a_disk_that_has_gone(node: Node) -> None:
+    """However often it is read again."""
+    node.staged("h1", "7:5")
+    assert found(mounting.claim_device_gone, node.scene()) == 0
+    for changed in (("sdb",), None):
+        trouble = only(mounting.claim_device_gone, node.scene(changed, sdb={}))
+        assert trouble.device == "loop5"
+    assert "loop5 lies on 8:16, which" in trouble.message
 
 
 def test_the_device_is_called_as_the_mount_table_calls_it(node: Node) -> None:
