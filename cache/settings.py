@@ -61,13 +61,14 @@ class CephfsSource(kit.settings.Section):
     snapshot: str | None = None
     """Name of the snapshot in `path`/.snap, for 'freshness: snapshot'."""
     manifest: str | None = Field(default=None, max_length=4096)
-    """File of a published manifest, relative to 'path'. If it begins with '/', it is a path of this
-    node."""
+    """File of a published manifest, relative to 'path'. A path that begins with '/' is a path
+    on this node."""
     user: ceph.settings.User = ceph.settings.USER
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
-    """auto: the kernel client if the kernel has it, else ceph-fuse. kernel, fuse: this client."""
+    """auto: the kernel client if the kernel has it, else ceph-fuse. kernel, fuse: only this
+    client."""
 
     needs: ClassVar = "source.snapshot"
 
@@ -125,8 +126,8 @@ class RbdSource(kit.settings.Section):
     """cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd-read-only'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "krbd", "none"] = "auto"
-    """auto: with an RBD client in the kernel, jobs read during the fill. krbd: requires this
-    client. none: jobs wait for the copy."""
+    """auto: if the kernel has an RBD client, jobs read during the fill. krbd: requires this client.
+    none: jobs wait for the copy."""
 
     needs: ClassVar = "source.snapshot"
     in_snapshot: ClassVar = True
@@ -233,17 +234,18 @@ class DatasetSettings(kit.settings.Section):
     earlier: int = Field(default=1, ge=0, le=8)
     """How many earlier generations the agent keeps, if they fit."""
     warm: bool = True
-    """Fill automatically. false: while nothing is stored, fill only on command."""
+    """Fill automatically. false: while nothing is stored, fill only on command. Updates of a stored
+    dataset still start automatically."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """A higher priority is filled first, interrupts lower ones, and, of unused datasets, is evicted
-    last."""
+    """Datasets with a higher priority are filled first, and interrupt other fills. Among unused
+    datasets, they are evicted last."""
     budget: kit.settings.Bytes = Field(default=0, ge=0)
     """Maximum bytes in the store. 0: no limit."""
     budget_inodes: int = Field(default=0, ge=0)
     """Maximum files and directories in the store. 0: no limit."""
     keep: bool = False
-    """true: by itself, the agent evicts this dataset only if it is above its own budget, or for its
-    own update."""
+    """true: the agent evicts this dataset automatically only in two cases: the dataset is above its
+    own budget, or its own update needs space."""
     access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
@@ -344,8 +346,8 @@ class CacheSettings(kube.settings.RoomSettings):
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
     """Directory of the store."""
     disk: kit.settings.AbsolutePath | None = None
-    """Mount point of the SSD. Default: the disk where the store was created. '/': any disk, also
-    the root disk."""
+    """Mount point of the SSD. The agent uses the store only on this disk. Default: the disk where
+    the store was created. '/': any disk, also the root disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
     """Directory of the views. Mount <views>/<name> into pods."""
     budget: kit.settings.Bytes = Field(default=500 * 1024**3, gt=0)

@@ -604,7 +604,7 @@ def metrics(
         or (row.state == "complete" and datasets[name].trouble is None)
         for name, row in shown.items()
     }
-    text = "0: the agent cannot reach the source, or has not yet."
+    text = "0: the agent cannot reach the source, or has not reached it yet."
     yield gauge("cache_source_reachable", text, answers, "dataset")
     kept = sum(len(each.every_generation()) for each in datasets.values())
     yield gauge("cache_generations", "Generations of all datasets.", kept)

@@ -49,8 +49,8 @@ class KubeletSettings(kit.settings.Section):
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
     """Directory of the images (imagefs)."""
     config: kit.settings.AbsolutePath | None = None
-    """The kubelet's --config file, with its thresholds. If the kubelet uses flags, write a file
-    with the same thresholds."""
+    """The kubelet's --config file. The agent reads the thresholds in it. If the kubelet uses
+    flags, write a file with the same thresholds."""
     config_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --config-dir. If you set it, set `config` too."""
 

@@ -175,11 +175,11 @@ class ClusterSettings(kube.settings.AccessSettings):
     """false: the agent reads no CachedDatasets and ImageSets, and reports nothing."""
     namespace: str | None = None
     """Namespace of the Secrets with datasets' keys, and of the agents' common Lease. Default: the
-    pod's namespace, outside a pod `nodeagent`."""
+    pod's namespace; outside a pod: `nodeagent`."""
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force if it is gone and nobody deleted it (restored etcd, lost
+    """How long an object stays in force after it disappears without a deletion (restored etcd, lost
     node label)."""
     conditions: bool = True
     """Write Events and Node conditions."""

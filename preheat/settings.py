@@ -112,7 +112,7 @@ class FleetSettings(kit.settings.Section):
     nodes: int = Field(ge=1, le=1_000_000)
     """Number of nodes that use the same `preheat` settings."""
     per_registry: int = Field(default=50, ge=1, le=100_000)
-    """How many nodes may use one registry at the same time. If necessary, the agent lengthens
+    """Maximum number of nodes per registry at the same time. If necessary, the agent lengthens
     `spread` and `refresh`."""
     bytes_per_second: ClassVar[kit.settings.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
@@ -132,11 +132,11 @@ class PreheatSettings(kube.settings.RoomSettings):
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images to keep."""
     drop_after: kit.settings.Seconds = Field(default=86400.0, ge=0)
-    """How long at most an image stays pinned after you remove it from `images`."""
+    """Maximum time that an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
-    """If no agent ran for this time (minimum 4h), containerd ends all pins. Not set: pins never end
-    by themselves. Set: the kubelet may delete a pinned image at any time, and a running agent
-    restores the image without the registry."""
+    """If no agent ran for this time (minimum 4h), containerd ends all pins. Not set:
+    containerd never ends pins. Set: pins do not stop the kubelet's garbage collection, but a
+    running agent restores deleted images without the registry."""
     retain: RetainSettings | None = None
     """Also pin images that pods use and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""

@@ -365,12 +365,12 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     text = "Bytes of requested images that are not yet on the node."
     yield gauge("preheat_missing_bytes", text, sum(missing))
     yield gauge("preheat_pulls_running", "Pulls in progress.", len(reconciler.pulls.running))
-    text = "1: above kubelet's disk thresholds."
+    text = "1: the disk is above kubelet's thresholds."
     yield gauge("preheat_disk_pressure", text, seen.node is not None and seen.node.pressed)
     text = "1: kubelet knows the pins; -1: unknown."
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     yield gauge("preheat_pin_label_honoured", text, honours)
-    text = "Images that are pinned, but that no setting and no ImageSet lists any more."
+    text = "Pinned images that the settings and ImageSets no longer list."
     dropped = sum(row.dropped_until is not None for row in rows)
     yield gauge("preheat_dropped_images", text, dropped)
     text = "Unpacked layers that a power cut can still damage."

@@ -16,11 +16,10 @@ HEAD = """\
 The agent answers with JSON on a unix socket. If you set `admin.api`, it also listens on TCP with
 TLS and a bearer token ([security](security.md#who-may-do-what)).
 
-* If this page has no description of a call, the call does what the [command](cli.md) of the same
-  name does.
+* A call without a description does what the [command](cli.md) of the same name does.
 * `GET /openapi.json` describes the fields, the answers and the errors.
 * The parentheses name the fields of the request's body or query. `!` marks a required field.
-* Every error has this body, except the 503 of `/readyz`. `exit_code` is the
+* Every error has the body below, except the 503 of `/readyz`. `exit_code` is the
   [exit code](cli.md#exit-codes) of the command line:
 
 ```json

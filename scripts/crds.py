@@ -256,7 +256,7 @@ def _by_reference(element: Schema, intent: kit.room.Intent) -> None:
     outer, inner = intent.secret
     part = element["properties"][outer]
     element["properties"]["secretRef"] = {
-        "description": f"Secret in the agent's namespace with the login of {outer}. Set it "
+        "description": f"Secret in the agent's namespace with the login of the {outer}. Set it "
         f"instead of {outer}.{inner}.",
         **of_model(kinds.SecretRef),
     }

@@ -14,8 +14,8 @@ HEAD = """\
 # Objects of the cluster
 
 [Kubernetes](kubernetes.md) explains how to use these objects. Their `apiVersion` is
-`nodeagent.io/v1alpha1`. They have no namespace. This page leaves out some inner fields. To see the
-inner fields of a field, use `kubectl explain`, for example `kubectl explain nst.status.datasets`.
+`nodeagent.io/v1alpha1`. They have no namespace. This page leaves out some inner fields. To see
+them, use for example `kubectl explain nst.status.datasets`.
 
 The parentheses hold the type, the allowed values, or "required". A field without a type is a string
 or has inner fields.

@@ -26,7 +26,7 @@ The parentheses after a metric's name hold its labels.
 
 * **A state is a label.** The series of the current state has the value 1. Other states have no
   series. To count datasets by state, write `count by (state) (nodeagent_cache_state)`.
-  `nodeagent_preheat_images` counts images instead.
+  The values of `nodeagent_preheat_images` are numbers of images.
 * **If there is no finding, there is no series.** Many unknown values have no series either. To get
   0, write
   `sum(nodeagent_findings{{severity="critical"}}) or vector(0)`.
@@ -34,7 +34,7 @@ The parentheses after a metric's name hold its labels.
 ## How many series a node has
 
 A node with {datasets} datasets has about {total} series. Each dataset adds up to {each} series.
-If the node has GPUs, they add two.
+GPUs add two.
 """
 
 # Of labels whose values lie in the code: shown when there are no more than so many.

@@ -35,8 +35,8 @@ The agent reads one YAML file. It uses the first of these that you set:
 
 * The agent refuses unknown keys.
 * Write sizes like `500GiB` or `500Gi`, times like `30s`, `5m`, `2h` or `7d`, shares like `10%`.
-* If you change the file, the agent reads it again. Some settings need a restart. The log, `/readyz`
-  and the status page name such a setting if you change it.
+* The agent reads a changed file again. If a changed setting needs a restart, the log, `/readyz` and
+  the status page name this setting.
 
 The parentheses after a name contain the default or "required", then for some settings the allowed
 range. A setting without parentheses is not set by default. `[]` means a list. `RULE` is the name of

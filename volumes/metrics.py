@@ -33,7 +33,7 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     yield gauge("volumes_guard_drivers_not_loaded", text, len(lacking))
     text = "0: the agent cannot read the kernel log, so it grants no automatic leases."
     yield gauge("volumes_guard_log_readable", text, guard.errors.readable)
-    text = "Checks of opens for writing. A permitted open counts twice."
+    text = "Checks of programs that open a device for writing. Each permitted open adds 2."
     checks = {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]}
     yield counter("volumes_guard_checks", text, checks, "outcome")
     text = "Refusals whose record was lost."

@@ -72,9 +72,10 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Devices whose writes the guard reports, in addition to those of `drivers`. ceph: none. csi:
-    all but the node's own disks. all: all but disks of the root file system and of swaps, and disks
-    that `own` names. Never: devices of ramdisk, zram, sr, fd and mtdblock."""
+    """Other devices than those of `drivers` on which the guard reports writes. ceph: none.
+    csi: all except the node's own disks. all: all except disks of the root file system, disks of
+    swaps, and disks that `own` names. The guard never reports writes to ramdisk, zram, sr, fd and
+    mtdblock devices."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
     'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches loop
@@ -84,8 +85,8 @@ class GuardSettings(kit.settings.Section):
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
     """Programs that may write to guarded devices (first 15 bytes of the name)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is neither an option
-    nor the value of an option of cryptsetup or btrfs."""
+    """Allowed commands: 'PROGRAM COMMAND'. COMMAND is the first argument that is not an option.
+    For cryptsetup and btrfs, the agent also skips the values of options."""
     lease: kit.settings.Seconds = Field(default=150.0, ge=1, le=300)
     """Length of a lease. Set it longer than 122 s, and longer than your longest mkfs."""
     settle: ClassVar[kit.settings.Seconds] = 0.1
@@ -231,7 +232,7 @@ class LogSettings(kit.settings.Section):
         ),
         max_length=32,
     )
-    """Of containers' logs, read only those of these namespaces."""
+    """Read logs of containers only from these namespaces."""
     patterns: kit.settings.AbsolutePath | None = None
     """YAML file with patterns besides the built-in ones."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -292,8 +293,8 @@ class RuleSettings(kit.settings.Section):
     patience: kit.settings.Seconds | None = Field(default=None, ge=0)
     """How long a problem must last before it becomes a finding."""
     ignore: tuple[str, ...] = Field(default=(), max_length=100)
-    """Words. There is no finding if its subject, device, cgroup, pod, command or volume contains
-    one."""
+    """Words. The agent drops each finding whose subject, device, cgroup, pod, command or volume
+    contains one of these words."""
 
 
 class RequiredMount(kit.settings.Section):

@@ -82,4 +82,4 @@ class Driver:
             text = "Requests of kubelet."
             yield counter("csi_requests", text, self._server.requests, "method", "code")
             known = self._server.registered
-            yield gauge("csi_registered", "1: registered with kubelet.", known)
+            yield gauge("csi_registered", "1: the agent is registered with kubelet.", known)

@@ -80,7 +80,8 @@ class IntentStatus(kit.settings.Shown):
     nodes: NodesStatus = NodesStatus()  # Numbers of nodes: wanted, ready, refused.
     ready: str = ""  # Number of ready nodes and of wanted nodes, like 3/4.
     percent: int = 0  # Share of the data that a wanted node has, on average, in percent.
-    # Size in bytes of the dataset as far as it is listed, or of all images, compressed.
+    # Size in bytes. CachedDataset: of the dataset, as far as it is listed. ImageSet: of all images,
+    # compressed.
     bytes: int = 0
     size: str = ""  # The size in readable form, like 1.0 TiB.
     # Ready: all wanted nodes have the whole dataset, or all images. Accepted: no node refuses the
@@ -88,8 +89,8 @@ class IntentStatus(kit.settings.Shown):
     # verify, pause or rescan asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each annotation: the last value on which all wanted nodes acted. The condition of the
-    # annotation says whether the action succeeded.
+    # For each annotation (like warm): the last value for which all wanted nodes ended the action,
+    # perhaps without success.
     carried_out: Mapping[str, str] = {}
 
 
@@ -135,7 +136,7 @@ class NodeStatus(kit.settings.Shown):
     observed: str = ""
     written: str = ""  # Time of this status. An unchanged node writes about every 10 minutes.
     summary: Mapping[str, str] = {}  # Short figures for 'kubectl get'.
-    # Objects that select this node, or that were deleted and that it still has.
+    # Objects that select this node, and deleted objects that this node still has.
     objects: tuple[ObjectStatus, ...] = ()
     findings: tuple[FindingStatus, ...] = ()  # The 30 most severe findings.
     finding_counts: FindingCounts = FindingCounts()  # Number of findings: critical, warning, info.

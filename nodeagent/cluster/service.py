@@ -40,7 +40,7 @@ class Cluster:
         yield counter("cluster_lists", "How often all objects were listed.", lists, "kind")
         yield gauge("cluster_synced", "1: the agent knows all objects.", float(follower.synced))
         writes = {"node": writer.writes, "rollup": writer.rolls}
-        text = "Writes of NodeStorage (node), objects' status (rollup)."
+        text = "Writes of NodeStorage (node) and of objects' status (rollup)."
         yield counter("cluster_writes", text, writes, "what")
 
     async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
