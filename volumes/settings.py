@@ -78,8 +78,8 @@ class GuardSettings(kit.settings.Section):
     mtdblock devices."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
-    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches loop
-    devices or devices of PersistentVolumes."""
+    'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches loop or
+    nbd devices, or devices of ``drivers`` or of PersistentVolumes."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
