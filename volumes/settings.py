@@ -72,7 +72,7 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """Other devices than those of `drivers` on which the guard reports writes. ceph: none.
+    """On which devices the guard also reports writes, besides those of `drivers`. ceph: none.
     csi: all except the node's own disks. all: all except disks of the root file system, disks of
     swaps, and disks that `own` names. The guard never reports writes to ramdisk, zram, sr, fd and
     mtdblock devices."""
