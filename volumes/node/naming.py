@@ -8,13 +8,14 @@ Devices = Mapping[str, StackedDevice]  # by name
 
 
 def disks(device: StackedDevice, devices: Devices) -> frozenset[str]:
-    """Ways to the same bytes share one: multipath or LUKS on it, a loop device over all of it. A
-    partition is another disk than its neighbours, and so are a logical volume and a part that plain
-    dm-crypt or a loop device shows. No name counts that the disk gives itself: copies and cheap
-    models share one."""
+    """Ways to the same bytes share one: multipath or dm-crypt on it, a loop device over all of it.
+    A partition is another disk than its neighbours, and so are a logical volume and a part that
+    plain dm-crypt or a loop device shows. No name counts that the disk gives itself: copies and
+    cheap models share one."""
     lower = [disks(devices[name], devices) for name in device.below if name in devices]
     whole = device.driver == "loop" and not device.partial
-    if lower and (whole or device.uuid.startswith(("CRYPT-LUKS", "mpath-"))):
+    crypt = device.uuid.startswith("CRYPT-") and not device.uuid.startswith("CRYPT-PLAIN")
+    if lower and (whole or crypt or device.uuid.startswith("mpath-")):
         return frozenset[str]().union(*lower)
     return frozenset({f"{device.number[0]}:{device.number[1]}"})
 

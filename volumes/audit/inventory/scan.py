@@ -337,8 +337,8 @@ def _host_tables(
     """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own. A
     kubelet that started since the processes were read last is not known yet."""
     if processes is None:
-        homes = {host_space(proc, []): 1}
         kept.kubelets = [pid for pid in kept.kubelets if raw_block.is_kubelet(proc, pid)]
+        homes = {host_space(proc, kept.kubelets): 1}
     else:
         homes = {processes.host_space(): 1}
         kept.kubelets = processes.kubelets
@@ -451,9 +451,10 @@ def _named(
     devices: list[blockdev.BlockDevice], volumes: list[Volume]
 ) -> list[blockdev.BlockDevice]:
     """Devices whose driver does not show the image get it from ceph-csi's record of what is mounted
-    there, if anything is: other records may be of earlier attachments."""
+    there, if anything is: other records may be of earlier attachments, and of raw block volumes
+    nothing says which."""
     surest = sorted(volumes, key=lambda volume: volume.number is None)
-    images = {v.device: v.image for v in surest[::-1] if v.device and v.image}
+    images = {v.device: v.image for v in surest[::-1] if v.device and v.image and not v.is_raw}
     return [
         dataclasses.replace(device, image=images[device.name])
         if device.image is None and device.name in images

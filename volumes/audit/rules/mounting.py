@@ -330,8 +330,10 @@ def two_claims_one_device(scene: Scene, inventory: Inventory) -> Iterator[Troubl
         if volume.handle and scene.settings.watches(volume.on):
             for disk in sorted(volume.disks):  # of multipath each path
                 disks.setdefault(disk, {}).setdefault((volume.driver, volume.handle), volume)
-    distinct = {tuple(volumes): (disk, volumes) for disk, volumes in disks.items()}
-    for disk, volumes in distinct.values():
+    distinct = {frozenset(disks[disk]): (disk, disks[disk]) for disk in sorted(disks, reverse=True)}
+    for claims, (disk, volumes) in distinct.items():
+        if any(claims < others for others in distinct):
+            continue  # another path shows more of them
         if len(volumes) < 2 or all(volume.read_only for volume in volumes.values()):
             continue
         first = min(volumes.values(), key=lambda volume: volume.on)
