@@ -20,7 +20,7 @@ _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the 
 _FD_FLAGS = re.compile(rb"^flags:\s*([0-7]+)", re.MULTILINE)
 _FD_MOUNT = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 # File systems whose files are asked for: no server and no cluster keeps the answer waiting.
-_LOCAL = frozenset({
+LOCAL = frozenset({
     "devtmpfs", "tmpfs", "ramfs", "rootfs", "devpts", "proc", "sysfs", "cgroup", "cgroup2", "bpf",
     "ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "squashfs", "erofs", "vfat",
 })  # fmt: skip
@@ -73,7 +73,7 @@ class StartedProcess(NamedTuple):
                 flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
                 mount = mounts.get(int(number[1])) if number else None
                 writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
-                if mount is not None and mount.fstype in _LOCAL:
+                if mount is not None and mount.fstype in LOCAL:
                     file = place(f"{home}/fd/{name}")
                     if file is None or (file.is_block and file.node == device):
                         return False
