@@ -169,7 +169,7 @@ class Checks:
         return found
 
     def _writer(self, known: Known) -> tuple[str, ...]:
-        """What the process to which the lease belongs says against a format by another one."""
+        """Note who formats. The reasons against a format by another process than the lease's."""
         held = self.executor.held(known.device)
         known.writer = held.at_work if held is not None else 0
         if held is not None and held.writer and held.until > time.monotonic() and not known.writer:
@@ -193,7 +193,7 @@ class Checks:
         self, known: Known, seen: Verdict, before: KernelLease | None, *, over: bool
     ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
-        while there is a lease. ``before``: the lease before the probe; ``over``: its writer was."""
+        while there is a lease. ``before``: the probe. ``over``: see ``lease.conclude``."""
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
         entry = self.executor.entry(device)
