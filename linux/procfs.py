@@ -19,10 +19,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the kernel counts
 _FD_FLAGS = re.compile(rb"^flags:\s*([0-7]+)", re.MULTILINE)
 _FD_MOUNT = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
+_NO_DISKS = ("/memfd:", "/dev/pts/")  # besides pipes and sockets, which have no path
 # File systems whose files are asked for: no server and no cluster keeps the answer waiting.
 LOCAL = frozenset({
     "devtmpfs", "tmpfs", "ramfs", "rootfs", "devpts", "proc", "sysfs", "cgroup", "cgroup2", "bpf",
-    "ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "squashfs", "erofs", "vfat",
+    "hugetlbfs", "mqueue", "ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs",
+    "squashfs", "erofs", "vfat",
 })  # fmt: skip
 
 # Names of processes that are kubelet or contain it.
@@ -64,16 +66,19 @@ class StartedProcess(NamedTuple):
         home, place = f"/proc/{self.pid}", syscalls.Statx(syscalls.TYPE)
         try:
             names = os.listdir(f"{home}/fd") if sees_host() else []
-            mounts = {each.mount_id: each for each in mountinfo.of(self.pid)}
+            # Its streams may be of the host's mounts, which a service does not see.
+            mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
             for name in names:
                 path = os.readlink(f"{home}/fd/{name}")
-                if not path.startswith("/") or path.startswith("/memfd:"):
-                    continue  # a pipe, a socket, memory
+                if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
+                    continue
                 about = Path(f"{home}/fdinfo/{name}").read_bytes()
                 flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
                 mount = mounts.get(int(number[1])) if number else None
                 writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
-                if mount is not None and mount.fstype in LOCAL:
+                # What is open for writing on an overlay lies on the disk of its upper directory.
+                local = LOCAL | {"overlay"} if writes else LOCAL
+                if mount is not None and mount.fstype in local:
                     file = place(f"{home}/fd/{name}")
                     if file is None or (file.is_block and file.node == device):
                         return False

@@ -175,6 +175,45 @@ def test_a_file_whose_server_may_hang_is_not_asked_for(
     assert (said, str(file) in asked) == (closed, False)
 
 
+def test_a_log_in_a_container_is_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """Or a driver that looked at a device would keep it as long as it lives."""
+    file = tmp_path / "log"
+    file.touch()
+    mounts = [dataclasses.replace(each, fstype="overlay") for each in mountinfo.read()]
+    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    with file.open("w") as out, subprocess.Popen(["sleep", "infinity"], stdout=out) as process:
+        closed = _started(process.pid).has_closed((7, 4000))
+        process.kill()
+    assert (closed, str(file) in asked) == (True, True)
+
+
+def test_streams_that_another_namespace_opened_are_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a service with mounts of its own, or of a shell that entered the host's from a pod."""
+    host = mountinfo.read()
+    monkeypatch.setattr(mountinfo, "of", lambda pid: host if pid == 1 else [])
+    null = subprocess.DEVNULL
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=log) as process,
+    ):
+        closed = [_started(process.pid).has_closed((7, 4000))]
+        process.kill()
+    monkeypatch.setattr(mountinfo, "of", lambda pid: [])
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        ["sleep", "infinity"], stdin=theirs, stdout=null, stderr=theirs
+    ) as process:
+        closed.append(_started(process.pid).has_closed((7, 4000)))
+        process.kill()
+    os.close(ours)
+    os.close(theirs)
+    assert closed == [True, True]
+
+
 def test_the_device_of_a_writer_in_a_chroot_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
