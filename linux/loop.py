@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import kit.files
-from linux import rbd_sysfs, syscalls
+from linux import mountinfo, procfs, rbd_sysfs, syscalls
 
 _LOOP_GET_STATUS64, _LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE = 0x4C05, 0x4C08, 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
@@ -89,11 +89,15 @@ def over(file: str) -> list[str]:
 
 
 def backings() -> list[tuple[str, str, list[list[int]]]]:
-    """Of every loop device its name, its file, and the numbers of the file's file system and of the
-    device that the file stands for. After a lazy unmount the path says nothing."""
-    found = []
+    """Of every loop device that may lie on a block device its name, its file, and the numbers of
+    the file's file system and of the device that the file stands for. After a lazy unmount the path
+    says nothing: it counts from that file system's root."""
+    found, mounts = [], mountinfo.of(1)
     for each in sorted(_BLOCK.glob("loop*/loop/backing_file")):
         name, status = each.parents[1].name, bytearray(_INFO_BYTES)
+        mount = mountinfo.containing(rbd_sysfs.text(str(each)), mounts)
+        if mount is not None and mount.target != "/" and _is_served(mount):
+            continue
         with contextlib.suppress(OSError):  # detached meanwhile
             with (
                 _node(int(name.removeprefix("loop"))) as node,
@@ -105,6 +109,11 @@ def backings() -> list[tuple[str, str, list[list[int]]]]:
             numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
             found.append((name, rbd_sysfs.text(str(each)), numbers))
     return found
+
+
+def _is_served(mount: mountinfo.Mount) -> bool:
+    """A file system that lies on no block device, and whose server may be dead."""
+    return not mount.major and mount.fstype not in procfs.LOCAL and mount.fstype != "overlay"
 
 
 def _free() -> int:

@@ -17,9 +17,15 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the kernel counts
-# File systems with a server, or a node of a cluster, that may not answer.
-_SERVED = ("fuse", "virtiofs", "nfs", "ceph", "cifs", "smb", "9p", "afs", "lustre", "gpfs")
-_MOST_FILES = 4096  # of one process, that are looked at
+_FD_FLAGS = re.compile(rb"^flags:\s*([0-7]+)", re.MULTILINE)
+_FD_MOUNT = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
+_NO_DISKS = ("/memfd:", "/dev/pts/")  # besides pipes and sockets, which have no path
+# File systems whose files are asked for: no server and no cluster keeps the answer waiting.
+LOCAL = frozenset({
+    "devtmpfs", "tmpfs", "ramfs", "rootfs", "devpts", "proc", "sysfs", "cgroup", "cgroup2", "bpf",
+    "hugetlbfs", "mqueue", "ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs",
+    "squashfs", "erofs", "vfat",
+})  # fmt: skip
 
 # Names of processes that are kubelet or contain it.
 KUBELETS = frozenset({"kubelet", "kubelite", "k3s-server", "k3s-agent"})
@@ -57,23 +63,32 @@ class StartedProcess(NamedTuple):
 
     def has_closed(self, device: tuple[int, int]) -> bool:
         """It has no descriptor of the device. In doubt it has. Not for the loop: many files."""
-        home, place = f"/proc/{self.pid}/fd", syscalls.Statx(syscalls.TYPE)
+        home, place = f"/proc/{self.pid}", syscalls.Statx(syscalls.TYPE)
         try:
-            names = os.listdir(home) if sees_host() else []
-            paths = {name: os.readlink(f"{home}/{name}") for name in names}
-            mounts = mountinfo.of(self.pid)
+            names = os.listdir(f"{home}/fd") if sees_host() else []
+            # Its streams may be of the host's mounts, which a service does not see.
+            mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
+            for name in names:
+                path = os.readlink(f"{home}/fd/{name}")
+                if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
+                    continue
+                about = Path(f"{home}/fdinfo/{name}").read_bytes()
+                flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
+                mount = mounts.get(int(number[1])) if number else None
+                writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
+                # What is open for writing on an overlay lies on the disk of its upper directory.
+                local = LOCAL | {"overlay"} if writes else LOCAL
+                if mount is not None and mount.fstype in local:
+                    file = place(f"{home}/fd/{name}")
+                    if file is None or (file.is_block and file.node == device):
+                        return False
+                elif writes and (mount is None or "nodev" not in mount.options):
+                    # It may be a node of the device: on no mount that the process sees, or on a
+                    # file system that may never answer.
+                    return False
         except OSError:
             return False
-        if not 0 < len(names) <= _MOST_FILES:  # none: its first thread has ended, others may not
-            return False
-        for name, path in paths.items():
-            mount = mountinfo.containing(path, mounts)
-            if mount is not None and mount.fstype.startswith(_SERVED):
-                continue  # no device node is there, and its server may hang
-            file = place(f"{home}/{name}")
-            if file is None or (file.is_block and file.node == device):
-                return False
-        return True
+        return bool(names)  # none: its first thread has ended, others may not
 
 
 def sees_host() -> bool:

@@ -1,10 +1,11 @@
 """Loop devices over files: they read as the disk below does."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from linux import loop
+from linux import loop, mountinfo
 from tests.testbed import blockdev
 
 MIB = 2**20
@@ -25,3 +26,32 @@ def test_device_reads_ahead_as_the_disk_below(area: Path, wanted: int) -> None:
             file = blockdev.blank(ssd / "copy", 4 * MIB)
             with loop.attached(str(file)) as device:
                 assert read_ahead(device).read_text() == f"{wanted}\n"
+
+
+def test_a_loop_device_on_a_network_file_system_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead server keeps the answer waiting. A path after a lazy unmount lies on the root only."""
+    files = ("/net/a", "/data/b", "/c", "/dev/nbd0", "/cluster/d", "/container/e")
+    for number, file in enumerate(files):
+        (tmp_path / f"loop{number}" / "loop").mkdir(parents=True)
+        (tmp_path / f"loop{number}" / "loop/backing_file").write_text(f"{file}\n")
+    table = (
+        ("0:1", "/", "nfs4"), ("0:2", "/net", "nfs4"), ("8:1", "/data", "ext4"),
+        ("0:3", "/dev", "devtmpfs"), ("8:2", "/cluster", "gfs2"), ("0:4", "/container", "overlay"),
+    )  # fmt: skip
+    mounts = [
+        mountinfo.parse_line(f"{number} 0 {device} / {target} rw - {kind} src rw".encode())
+        for number, (device, target, kind) in enumerate(table)
+    ]
+    asked = []
+
+    def node(number: int) -> contextlib.AbstractContextManager[str]:
+        asked.append(files[number])
+        raise OSError
+
+    monkeypatch.setattr(loop, "_BLOCK", tmp_path)
+    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    monkeypatch.setattr(loop, "_node", node)
+    assert loop.backings() == []
+    assert asked == [file for file in files if file != "/net/a"]

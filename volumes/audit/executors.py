@@ -9,6 +9,7 @@ state changed, HostError when a program fails.
 import asyncio
 import os
 
+import kit.child
 import kit.errors
 import kit.processes
 from linux import blockdev, krbd, loop, mount_namespaces, mountinfo, rbd_sysfs
@@ -16,7 +17,7 @@ from volumes.audit.inventory import holders
 from volumes.audit.inventory.model import User
 
 DEADLINE_SECONDS = 30.0  # of each function
-_UNMAP_SECONDS = 20.0
+_UNMAP_SECONDS, _LOOPS_SECONDS = 20.0, 5.0
 
 
 def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int, str]]) -> int:
@@ -51,7 +52,9 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mappin
         krbd.unmap(mapping)
     elif driver == "nbd":
         # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
-        loops = holders.loops(loop.backings(), {number})  # may hang, so before we have it open
+        # It may hang with any loop device's file, so before we have the device open.
+        backings = asyncio.run(kit.child.call(loop.backings, deadline=_LOOPS_SECONDS))
+        loops = holders.loops(backings, {number})
         with blockdev.claimed(f"/dev/{name}", number):
             _refuse_users(name, number, loops)
             asyncio.run(_rbd_nbd_unmap(name))

@@ -29,7 +29,8 @@ from volumes.probe.examine import Kind, Verdict, marks_from
 log = structlog.get_logger("volumes")
 
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
-OVERDUE_CHECK_SECONDS = 10.0  # between checks while the writer of an expired lease is at work
+# Between checks while the writer of an expired lease is at work: each reads the device.
+OVERDUE_CHECK_SECONDS, LONGEST_OVERDUE_SECONDS = 10.0, 300.0
 WRITER_SECONDS = 1.0  # for a look at the files of a process
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
 
@@ -95,26 +96,21 @@ class Checks:
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
         before = executor.held(device)
-        over = await self._is_over(before, device.number)
+        over = await self.is_over(before, device.number)
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
-        held = executor.held(device)  # it may have a writer since the probe began
-        if before is None or held is None or held.opens != before.opens:
-            over = False  # what the probe saw may not be there any more
         if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
-            if over:
+            if over and untouched(before, executor.held(device)):
                 await executor.carry_out((lease.Step.FREE,), Turn(known, None))
-            known.writer = self._writer(device)
             # What an operator permits to destroy is still there.
-            return LEASED_CHECK_SECONDS, lease.at_work(known.writer, seen=procfs.sees_host())
+            return LEASED_CHECK_SECONDS, self._writer(known)
         known.allowed_over = None
         if first.has_content or executor.until(device) is None:
             known.allowed = False
-        wait = await self._conclude(known, first, held, over=over)
-        known.writer = self._writer(device)
+        wait = await self._conclude(known, first, before, over=over)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
@@ -122,7 +118,7 @@ class Checks:
             leased=executor.until(device) is not None,
             attached=executor.leases is not None,
             asked=asked(),
-            writer=lease.at_work(known.writer, seen=procfs.sees_host()),
+            writer=self._writer(known),
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
@@ -172,11 +168,15 @@ class Checks:
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
-    def _writer(self, device: blockdev.BlockDevice) -> int:
-        held = self.executor.held(device)
-        return held.at_work if held is not None else 0
+    def _writer(self, known: Known) -> tuple[str, ...]:
+        """Note who formats. The reasons against a format by another process than the lease's."""
+        held = self.executor.held(known.device)
+        known.writer = held.at_work if held is not None else 0
+        if held is not None and held.writer and held.until > time.monotonic() and not known.writer:
+            return lease.at_work(held.writer.pid, ended=True)
+        return lease.at_work(known.writer, seen=procfs.sees_host())
 
-    async def _is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
+    async def is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
         """Whether the lease's writer has ended, or has nothing open with which it could write, as
         one that only asked whether it may."""
         if held is None or held.writer is None or held.is_everybodys:
@@ -190,10 +190,10 @@ class Checks:
             return False
 
     async def _conclude(
-        self, known: Known, seen: Verdict, held: KernelLease | None, *, over: bool
+        self, known: Known, seen: Verdict, before: KernelLease | None, *, over: bool
     ) -> float | None:
         """Write down what was seen, and end a lease that has served. Seconds until the next check,
-        while there is a lease."""
+        while there is a lease. ``before``: the probe. ``over``: see ``lease.conclude``."""
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
         entry = self.executor.entry(device)
@@ -202,6 +202,8 @@ class Checks:
             known.cluster = answer = await self.executor.mirror.ask(image, part=device.part)
             entry = with_cluster(entry, answer.known, seen)
         turn = Turn(known, entry, seen)
+        held = self.executor.held(device)  # not from before the cluster's answer: it takes a while
+        over = over and untouched(before, held)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
         writing = held is not None and held.at_work > 0
@@ -221,11 +223,13 @@ class Checks:
         )
         await self.executor.carry_out(steps, turn)
         # Of a blank device the cluster is asked later: until then the last look's answer holds.
-        before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
-        known.missing = missing(known, turn.entry) or before
+        last = known.missing if blank and turn.entry and not turn.entry.permitted else ""
+        known.missing = missing(known, turn.entry) or last
         if held is None or expired:
-            overdue = writing and not over and not seen.has_content
-            return OVERDUE_CHECK_SECONDS if overdue else None
+            if held is None or not writing or over or seen.has_content:
+                return None
+            # As long as it is overdue: the pause doubles.
+            return max(OVERDUE_CHECK_SECONDS, min(now - held.until, LONGEST_OVERDUE_SECONDS))
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
 
     async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:
@@ -287,6 +291,11 @@ class Checks:
         await self.executor.carry_out(lease.GRANTING, Turn(known, None, by=by, seconds=seconds))
         device = known.device
         log.info("format permitted", device=device.name, volume=device.title, by=by)
+
+
+def untouched(before: KernelLease | None, now: KernelLease | None) -> bool:
+    """Whether nobody opened the device for writing since: what the probe saw is still there."""
+    return before is not None and now is not None and now.opens == before.opens
 
 
 def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:

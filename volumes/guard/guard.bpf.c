@@ -185,21 +185,6 @@ static __always_inline void report(struct device *dev, struct task_struct *task,
 	bpf_ringbuf_submit(e, 0);
 }
 
-// Counts whoever opens the device while it has a lease: a named program may write, too.
-static __always_inline int is_leased(struct device *dev)
-{
-	struct lease *lease = bpf_map_lookup_elem(&leases, dev);
-	__u64 now = bpf_ktime_get_ns(), *beat;
-	__u32 zero = 0;
-
-	if (!lease || now >= lease->until_ns)
-		return 0;
-	beat = bpf_map_lookup_elem(&beats, &zero);
-	if (lease->grace_ns && (!beat || now >= *beat + lease->grace_ns))
-		return 0;
-	return __sync_fetch_and_add(&lease->opens, 1), 1;
-}
-
 // The first that asks gets the lease. Its threads are the same process, and so is what it executes; a child is another.
 static __always_inline int is_writer(struct device *dev, struct task_struct *task)
 {
@@ -209,6 +194,22 @@ static __always_inline int is_writer(struct device *dev, struct task_struct *tas
 	bpf_map_update_elem(&writers, dev, &asks, BPF_NOEXIST);
 	first = bpf_map_lookup_elem(&writers, dev);
 	return first && (!first->pid || (first->pid == asks.pid && first->started_ns == asks.started_ns));
+}
+
+// Whether the lease lets the task pass; no task: whoever passes anyway. Counts who passes while there is a lease: a
+// named program may write, too. Asked last, for the verifier follows both answers through all that comes after.
+static __always_inline int is_leased(struct device *dev, struct task_struct *task)
+{
+	struct lease *lease = bpf_map_lookup_elem(&leases, dev);
+	__u64 now = bpf_ktime_get_ns(), *beat;
+	__u32 zero = 0;
+
+	if (!lease || now >= lease->until_ns)
+		return 0;
+	beat = bpf_map_lookup_elem(&beats, &zero);
+	if ((lease->grace_ns && (!beat || now >= *beat + lease->grace_ns)) || (task && !is_writer(dev, task)))
+		return 0;
+	return __sync_fetch_and_add(&lease->opens, 1), 1;
 }
 
 // A new disk takes its number away from what had it. The numbers of that one's partitions stay, so they count only
@@ -227,7 +228,7 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 	struct task_struct *task;
 	char name[NAME] = {};
 	__u32 zero = 0, pid, *mode;
-	__u64 now, guarded, leased;
+	__u64 now, guarded;
 
 	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
 	    !((ctx->access_type >> 16) & BPF_DEVCG_ACC_WRITE))
@@ -243,22 +244,21 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 		if (!mode || *mode == MODE_OFF || is_own(&dev))
 			return 1;
 	}
-	leased = is_leased(&dev);
 	task = (struct task_struct *)bpf_get_current_task();
 	BPF_CORE_READ_INTO(&name, task, comm);
 	if (bpf_map_lookup_elem(&openers, name))
-		return count(BY_NAME, 1);
+		return is_leased(&dev, 0), count(BY_NAME, 1);
 	if (word_allowed(task, name)) {
 		pid = bpf_get_current_pid_tgid() >> 32;
 		now = bpf_ktime_get_ns();
 		if (guarded)   // what lies on another one is judged by the scope, as that one is
 			bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
-		return count(BY_WORD, 1);
+		return is_leased(&dev, 0), count(BY_WORD, 1);
 	}
-	if (leased && is_writer(&dev, task))
+	if (is_leased(&dev, task))
 		return count(BY_LEASE, 1);
 	report(&dev, task, name, *mode);
-	return *mode == MODE_ENFORCE ? count(DENIED, 0) : count(WOULD_DENY, 1);
+	return *mode == MODE_ENFORCE ? count(DENIED, 0) : (is_leased(&dev, 0), count(WOULD_DENY, 1));
 }
 
 // A disk appears: what its number had was given to an earlier one. A disk made by a process that just opened a guarded

@@ -103,7 +103,7 @@ def task_text(raw: bytes) -> str:
 @dataclass(frozen=True)
 class KernelLease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
-    while it held, whoever asked; the kernel checks one open twice. 0: nothing was opened.
+    that let anybody pass while it held; the kernel checks one open twice. 0: nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
     program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end.
     ``writer``: the first that used it; None: nobody yet; without a pid: everybody may."""

@@ -202,11 +202,14 @@ def undisputed(
     return None
 
 
-def at_work(writer: int, *, seen: bool = True) -> tuple[str, ...]:
+def at_work(writer: int, *, seen: bool = True, ended: bool = False) -> tuple[str, ...]:
     """The reason against a format by another process than the writer, which may be none.
 
-    ``seen``: the agent sees the host's processes, and so whether that one has ended.
+    ``seen``: the agent sees the host's processes, and so whether that one has ended. ``ended``: it
+    has, and the lease is not freed yet.
     """
+    if writer and ended:
+        return (f"process {writer} had the lease and has ended: the next look frees the lease",)
     if writer and not seen:
         end = "does not show whether it has ended: wait for the end of the lease"
         return (f"process {writer} has the lease, and the agent's pid namespace {end}",)

@@ -138,7 +138,7 @@ class LeaseManager:
                 self._checking.discard(name)
                 if (known := self.known.get(name)) is not None:
                     verdict = known.seen.verdict if known.seen is not None else None
-                    outcome = verdict, bool(known.reasons)
+                    outcome = verdict, bool(known.reasons), known.writer
                     known.pace = known.pace.after(outcome, time.monotonic())
                 self._changed()
                 if not (self._check_denied(name) or self._waits_for_format(name)):
@@ -278,15 +278,19 @@ class LeaseManager:
             )
         known = self.checks.meet(device)
         async with _alone(known):
-            held = self.executor.held(device)
-            at_work = held.at_work if held is not None and held.until > time.monotonic() else 0
+            before = self.executor.held(device)
+            over = await self.checks.is_over(before, device.number)
+            at_work = before.at_work if before is not None and not over else 0
             for why in lease.at_work(at_work, seen=procfs.sees_host()):
-                raise kit.errors.RefusedError(path, why, "then try again")
+                then = f"then try again; if it hangs, end it: kill {at_work}"
+                raise kit.errors.RefusedError(path, why, then)
             log.warning("format permitted by an operator", device=device.name, volume=volume,
                         by=by, reason=reason)  # fmt: skip
             seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
+            if over and checks.untouched(before, self.executor.held(device)):
+                self.executor.attached().free(device.number)  # what it left may not be blank
             await self.checks.grant(known, f"{by}: {reason}")
             known.allowed = True
             # ceph-csi would unmap it meanwhile.

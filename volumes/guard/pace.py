@@ -30,7 +30,8 @@ LONGEST_SECONDS = 60.0
 CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 CHECK_IN_USE_SECONDS = 4 * 3600.0  # the same while a file system on it is live
 
-Outcome = tuple[Kind | None, bool]  # the verdict, and whether a format was refused
+# The verdict, whether a format was refused, and the process that formats (0: none).
+Outcome = tuple[Kind | None, bool, int]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Pace:
         return max(0.0, self.last + self._pause() - now) if self.same else 0.0
 
     def _pause(self) -> float:
-        verdict = self.outcome[0] if self.outcome is not None else None
-        if self.same < 2 or verdict is None or verdict in SILENT:
+        verdict, _, writer = self.outcome or (None, False, 0)
+        if self.same < 2 or verdict is None or verdict in SILENT or writer:
             return kit.pause.grown(self.same, FIRST_SECONDS, AGAIN_SECONDS)
         return kit.pause.grown(self.same - 1, AGAIN_SECONDS, LONGEST_SECONDS)
 

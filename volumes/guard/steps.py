@@ -151,10 +151,10 @@ class Executor:
                 case Step.FREE:
                     self.attached().free(device.number)
                 case Step.SHORTEN:
-                    until = time.monotonic() + lease.LINGER_SECONDS
-                    until = min(self.until(device) or 0.0, until)
-                    grace = self.grace(device)
-                    self.attached().grant(device.number, until, device.diskseq, grace)
+                    if (ends := self.until(device)) is not None:  # it was not revoked meanwhile
+                        until = min(ends, time.monotonic() + lease.LINGER_SECONDS)
+                        grace = self.grace(device)
+                        self.attached().grant(device.number, until, device.diskseq, grace)
                 case Step.REVOKE:
                     self.revoke(device.number)
                 case Step.RECORD_CONTENT:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import kit.child
 import kit.errors
-from linux import blockdev
+from linux import blockdev, loop
 from tests.volumes.audit.stage import Stage
 from volumes.audit import executors
 from volumes.audit.inventory import holders
@@ -47,6 +48,25 @@ def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     tool.write_text("#!/bin/sh\necho no such device >&2\nexit 3\n")
     with pytest.raises(kit.errors.HostError, match="ended with 3: no such device"):
         unmap()
+
+
+def test_unmap_of_nbd_waits_for_no_loop_device(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of a loop device's file may be dead."""
+    device = stage.loop(fs=None)
+    home = Path("/sys/block", device)
+    major, minor = (home / "dev").read_text().strip().split(":")
+
+    async def call(function: object, *_: object, deadline: float) -> None:
+        assert function is loop.backings and deadline < executors.DEADLINE_SECONDS / 2
+        raise kit.child.DeadlineError("backings", "no answer", "")
+
+    monkeypatch.setattr(kit.child, "call", call)
+    with pytest.raises(kit.child.DeadlineError):
+        executors.unmap(
+            device, "nbd", [int(major), int(minor)], int((home / "diskseq").read_text()), ""
+        )
 
 
 def test_who_serves_a_device_is_no_user_of_it(stage: Stage) -> None:

@@ -156,7 +156,7 @@ async def test_callers_of_one_attempt_each_have_no_count_told_twice() -> None:
 def _waits(kept: pace.Pace, verdict: Kind, now: float) -> list[float]:
     waits = []
     for _ in range(8):
-        kept = kept.after((verdict, True), now)
+        kept = kept.after((verdict, True, 0), now)
         waits.append(round(kept.wait(now), 6))
         now += waits[-1]
     return waits
@@ -167,12 +167,19 @@ def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() 
     # The look at its attach, the one at the first denial, and further ones.
     assert _waits(pace.Pace(), Kind.HAS_FS, 0.0) == [0.3, 5, 10, 20, 40, 60, 60, 60]
     assert _waits(pace.Pace(), Kind.BLANK_VERIFIED, 0.0)[:3] == [0.3, 5, 10]
-    kept = pace.Pace((Kind.HAS_FS, True), 8, 1000.0)
+    kept = pace.Pace((Kind.HAS_FS, True, 0), 8, 1000.0)
     assert (kept.wait(now=1001.0), kept.wait(now=1060.0)) == (59.0, 0.0)
-    assert kept.after((Kind.TIMEOUT, True), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
-    assert kept.after((Kind.HAS_FS, False), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
+    assert kept.after((Kind.TIMEOUT, True, 0), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
+    assert kept.after((Kind.HAS_FS, False, 0), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
     rested = 1000.0 + 3 * pace.LONGEST_SECONDS
-    assert kept.after((Kind.HAS_FS, True), rested).wait(rested) == pytest.approx(5.0)
+    assert kept.after((Kind.HAS_FS, True, 0), rested).wait(rested) == pytest.approx(5.0)
+
+
+def test_pace_while_a_process_formats_is_quick_and_begins_anew_at_its_end() -> None:
+    """It may end at any time, and the next attempt has nothing else to wait for."""
+    kept = pace.Pace((Kind.BLANK_VERIFIED, True, 7), 8, 1000.0)
+    assert kept.wait(now=1000.0) == 5.0
+    assert kept.after((Kind.BLANK_VERIFIED, True, 0), 1005.0).wait(now=1005.0) == pytest.approx(0.3)
 
 
 def test_pace_of_a_device_that_does_not_answer_is_quick() -> None:

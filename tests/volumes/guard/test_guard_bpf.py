@@ -344,8 +344,17 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
             return first.stdout.readline().strip()
 
         assert first.stdout.readline() == "opened\n"
+        used = guard.leases()[number].opens
         for _ in range(20):
             assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
+        assert guard.leases()[number].opens == used, "who is refused changes nothing"
+        assert guarded.run("fsck", "-a", device).returncode in (0, 4, 8)
+        used, before = guard.leases()[number].opens, used
+        assert used > before, "an opener may write"
+        guard.set_mode(kernel.Mode.DRY_RUN)
+        assert guarded.run("dd", "if=/dev/null", f"of={device}").returncode == 0
+        guard.set_mode(kernel.Mode.ENFORCE)
+        assert guard.leases()[number].opens > used, "nobody is refused in dry-run"
         ways = ("open", "thread", "child", "inherit", "exec", "open")
         assert [told(way) for way in ways] == [
             *("opened", "opened", "EPERM", "wrote", "opened", "opened"),

@@ -1,6 +1,8 @@
 """The layouts shared with the BPF program, and the settings in its terms."""
 
+import dataclasses
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -109,37 +111,127 @@ def test_a_writer_without_a_descriptor_of_the_device_has_closed_it(tmp_path: Pat
         assert not started.has_closed((7, 4000)), "its first thread may be the only one to end"
 
 
-def test_a_file_whose_server_may_hang_is_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """statx of it could wait for the server."""
-    asked = list[str]()
+def test_a_writer_of_many_files_counts_as_one_that_closed_the_device() -> None:
+    script = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))\n"
+        "held = [open('/dev/null', 'w') for _ in range(5000)]\n"
+        "print('open', flush=True); sys.stdin.read()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"open\n"
+        closed = _started(process.pid).has_closed((7, 4000))
+        process.kill()
+    assert closed
 
-    statx = syscalls.Statx
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that statx was asked for. ``node`` is the block device 7:4000."""
+    found, statx = list[str](), syscalls.Statx
 
     def noted(mask: int) -> Callable[[str], syscalls.FileStatus | None]:
         def place(path: str) -> syscalls.FileStatus | None:
-            asked.append(os.readlink(path))
-            return statx(mask)(path)
+            found.append(os.readlink(path))
+            status = statx(mask)(path)
+            if status is None or not found[-1].endswith("/node"):
+                return status
+            return status._replace(mode=stat.S_IFBLK, node=(7, 4000))
 
         return place
 
-    mounts = [
-        mountinfo.parse_line(f"1 0 0:1 / {target} rw - {kind} src rw".encode())
-        for target, kind in (("/", "ext4"), (tmp_path, "fuse.sshfs"), (tmp_path / "dev", "tmpfs"))
-    ]
-    (tmp_path / "dev").mkdir()
-    files = tmp_path / "served", tmp_path / "dev" / "node"
-    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    monkeypatch.setattr(syscalls, "Statx", noted)
+    return found
+
+
+@pytest.mark.parametrize(("mode", "seen", "options", "closed"), [
+    ("r", True, "rw", True),  # it cannot write with it
+    ("w", True, "rw", False),
+    ("w", True, "rw,nodev", True),
+    ("r", False, "rw", True),
+    ("w", False, "rw", False),
+])  # fmt: skip
+def test_a_file_whose_server_may_hang_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], mode: str, seen: bool,
+    options: str, closed: bool,
+) -> None:  # fmt: skip
+    """statx of it could wait for the server. Neither is one on a mount that the process does not
+    see (``seen``), for nobody knows what that is."""
+    file = tmp_path / "node"
+    file.touch()
+    there = mountinfo.containing(str(file), mountinfo.read())
+    assert there is not None
+    served = dataclasses.replace(there, fstype="beegfs", options=frozenset(options.split(",")))
+    others = [each for each in mountinfo.read() if each.mount_id != there.mount_id]
+    monkeypatch.setattr(mountinfo, "of", lambda pid: [*others, *([served] if seen else [])])
+    null = subprocess.DEVNULL
     with (
-        files[0].open("w") as one,
-        files[1].open("w") as other,
-        subprocess.Popen(["sleep", "infinity"], stdout=one, stderr=other) as process,
+        file.open(mode) as opened,
+        subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=opened, stderr=null) as process,
     ):
-        monkeypatch.setattr(syscalls, "Statx", noted)
-        assert _started(process.pid).has_closed((7, 4000))
+        said = _started(process.pid).has_closed((7, 4000))
         process.kill()
-    assert str(files[1]) in asked and str(files[0]) not in asked
+    assert (said, str(file) in asked) == (closed, False)
+
+
+def test_a_log_in_a_container_is_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """Or a driver that looked at a device would keep it as long as it lives."""
+    file = tmp_path / "log"
+    file.touch()
+    mounts = [dataclasses.replace(each, fstype="overlay") for each in mountinfo.read()]
+    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    with file.open("w") as out, subprocess.Popen(["sleep", "infinity"], stdout=out) as process:
+        closed = _started(process.pid).has_closed((7, 4000))
+        process.kill()
+    assert (closed, str(file) in asked) == (True, True)
+
+
+def test_streams_that_another_namespace_opened_are_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a service with mounts of its own, or of a shell that entered the host's from a pod."""
+    host = mountinfo.read()
+    monkeypatch.setattr(mountinfo, "of", lambda pid: host if pid == 1 else [])
+    null = subprocess.DEVNULL
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(["sleep", "infinity"], stdin=null, stdout=null, stderr=log) as process,
+    ):
+        closed = [_started(process.pid).has_closed((7, 4000))]
+        process.kill()
+    monkeypatch.setattr(mountinfo, "of", lambda pid: [])
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        ["sleep", "infinity"], stdin=theirs, stdout=null, stderr=theirs
+    ) as process:
+        closed.append(_started(process.pid).has_closed((7, 4000)))
+        process.kill()
+    os.close(ours)
+    os.close(theirs)
+    assert closed == [True, True]
+
+
+def test_the_device_of_a_writer_in_a_chroot_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """Its table counts from its root, /proc/PID/fd from ours: by path the node lies on that."""
+    file = tmp_path / "node"
+    file.touch()
+    there = mountinfo.containing(str(file), mountinfo.read())
+    assert there is not None
+    root = mountinfo.parse_line(b"1 0 0:1 / / rw - nfs server rw")
+    within = dataclasses.replace(there, target="/dev", fstype="devtmpfs")
+    monkeypatch.setattr(mountinfo, "of", lambda pid: [root, within])
+    with (
+        file.open("w") as opened,
+        subprocess.Popen(["sleep", "infinity"], stdout=opened) as process,
+    ):
+        closed = _started(process.pid).has_closed((7, 4000))
+        process.kill()
+    assert (closed, str(file) in asked) == (False, True)
 
 
 def test_of_another_pid_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

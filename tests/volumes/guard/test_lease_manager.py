@@ -294,7 +294,8 @@ async def test_who_closed_the_device_leaves_the_lease_to_the_next(
             monkeypatch.setattr(world, "probe", slow)
             known = await looked_again(world)
             assert (world.map[254, 99].writer is None) is not bool(meanwhile)
-            assert bool(known.reasons) is (meanwhile == "opened")
+            assert bool(known.reasons) is bool(meanwhile), "others are refused until the next look"
+            assert (known.writer == process.pid) is (meanwhile == "opened")
         finally:
             process.kill()
 
@@ -354,7 +355,71 @@ async def test_an_operator_waits_for_a_formatter_at_work(
     world.did.clear()
     with pytest.raises(kit.errors.RefusedError, match=f"process {formatter.pid} formats it now"):
         await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    with pytest.raises(kit.errors.RefusedError, match=f"kill {formatter.pid}"):
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
     assert "grant" not in world.did
+
+
+@pytest.mark.parametrize("lives", [False, True])
+async def test_an_operator_permits_the_next_try_after_one_that_left_no_blank_volume(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]", lives: bool
+) -> None:
+    """No check freed its lease, which still holds. It was killed, or ``lives`` on as a shell."""
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    uses(world, formatter)
+    if lives:
+        monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_: True)
+    else:
+        formatter.kill()
+        formatter.wait()
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    await looked_again(world)
+    assert world.map[254, 99].writer is not None
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert world.map[254, 99].writer is None
+
+
+async def test_looks_at_an_overdue_formatter_become_rare(
+    world: World, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    known = await world.checked()
+    uses(world, formatter)
+    waits = []
+    for late in (5, 100, 10_000):
+        until = time.monotonic() - late
+        held = world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=until)
+        waits.append(await world.manager.checks._conclude(known, BLANK, held, over=False))
+    assert waits == [10.0, pytest.approx(100, abs=20), 300.0]
+
+
+async def test_a_device_that_is_detached_during_its_check_is_no_failure(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is gone when the cluster answers."""
+    known = await world.checked()
+    everybody = procfs.StartedProcess(0, 0)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=2, writer=everybody)
+    held, ask = world.map[254, 99], world.ask
+
+    async def slow(*words: Any, **more: Any) -> mirror.Answer:
+        world.map.clear()
+        return await ask(*words, **more)
+
+    monkeypatch.setattr(world, "ask", slow)
+    world.did.clear()
+    assert await world.manager.checks._conclude(known, EXT4, held, over=False) is None
+    assert world.did == ["record ext4", "mirror"]
+
+
+async def test_a_lease_that_is_taken_during_the_last_step_is_not_shortened(world: World) -> None:
+    known = await world.checked()
+    world.map.clear()
+    world.did.clear()
+    await world.manager.executor.carry_out((Step.SHORTEN,), steps.Turn(known, None))
+    assert not world.did
 
 
 async def test_a_raw_block_volume_is_at_work_of_nobody(world: World) -> None:

@@ -82,7 +82,7 @@ def _most_looks(seconds: float) -> int:
     now, looks, kept = 0.0, 0, pace.Pace()
     while now < seconds:
         looks += 1
-        kept = kept.after((Kind.HAS_FS, True), now)
+        kept = kept.after((Kind.HAS_FS, True, 0), now)
         now += kept.wait(now)
     return looks
 

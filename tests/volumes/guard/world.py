@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ class World:
 
     def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
         self.did.append("reserve")
-        self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
+        held = self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
+        if held.until <= time.monotonic():
+            self.map[number] = dataclasses.replace(held, writer=None)
 
     def free(self, number: blockdev.Number, *, everybodys: bool = False) -> None:
         self.did.append("share" if everybodys else "free")
@@ -148,7 +151,9 @@ class World:
         self.did.append("grant")
         if number not in self.map:
             raise kit.errors.RefusedError("a lease", "another disk has the number", "try again")
-        self.map[number] = kernel.KernelLease(until, 0, diskseq or 0, grace)
+        self.map[number] = kernel.KernelLease(
+            until, 0, diskseq or 0, grace, self.map[number].writer
+        )
 
     def beat(self) -> None:
         self.beats += 1

@@ -148,6 +148,7 @@ class Scanner:
     async def scan(self, request: Request, deadline: float) -> Inventory:
         """BlindError when it takes longer than ``deadline`` seconds or fails."""
         self.scans += 1
+        until = time.monotonic() + deadline
         try:
             if self.stuck >= MOST_ABANDONED:
                 raise kit.processes.DeadlineError(
@@ -172,18 +173,19 @@ class Scanner:
                 "run the agent as root with the host's /proc and /sys",
             ) from error
         self.cpu_seconds += inventory.cpu
-        return await _with_loops(inventory) if request.users_of else inventory
+        return await _with_loops(inventory, until) if request.users_of else inventory
 
     async def close(self) -> None:
         """End the child; one that hangs is left to the kernel."""
         await self._child.close()
 
 
-async def _with_loops(inventory: Inventory) -> Inventory:
+async def _with_loops(inventory: Inventory, until: float) -> Inventory:
     """With the loop devices among the users. The kernel may wait for the server of a loop device's
-    file, which the scan must not."""
+    file, which the scan must not. ``until``: CLOCK_MONOTONIC, the end of the scan's deadline."""
+    left = min(_LOOPS_SECONDS, until - time.monotonic())
     try:
-        backings = await kit.child.call(loop.backings, deadline=_LOOPS_SECONDS)
+        backings = await kit.child.call(loop.backings, deadline=max(left, 0.0))
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         gaps = (*inventory.gaps, f"loop devices: {error}")
         return dataclasses.replace(inventory, gaps=gaps)

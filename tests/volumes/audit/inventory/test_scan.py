@@ -384,7 +384,10 @@ def test_errors_of_a_live_ext4_are_read_from_sysfs(
 async def test_a_loop_device_whose_file_hangs_costs_the_loop_devices_alone(
     monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
+    deadlines = []
+
     async def call(*_: object, deadline: float) -> list[tuple[str, str, list[list[int]]]]:
+        deadlines.append(deadline)
         if hangs:
             raise kit.processes.DeadlineError("backings", "no answer within 5s", "")
         return [("loop3", "/mnt/disk.img", [[0, 0], [8, 1]]), ("loop4", "/x", [[8, 2]])]
@@ -392,7 +395,9 @@ async def test_a_loop_device_whose_file_hangs_costs_the_loop_devices_alone(
     monkeypatch.setattr(kit.child, "call", call)
     seen = model.User(OWNER, (8, 1), ("fd 3",), 1)
     searched = dataclasses.replace(INVENTORY, users=(seen,), users_of=((8, 1),))
-    found = await scan._with_loops(searched)
+    until = time.monotonic() + (2.0 if hangs else 60.0)
+    found = await scan._with_loops(searched, until)
+    assert 0 < deadlines[0] <= (2.0 if hangs else scan._LOOPS_SECONDS), "what the scan has left"
     assert found.users[0] == seen
     assert [each.owner.label for each in found.users[1:]] == (
         [] if hangs else ["loop device loop3"]
