@@ -20,6 +20,7 @@ _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the 
 _FD_FLAGS = re.compile(rb"^flags:\s*([0-7]+)", re.MULTILINE)
 _FD_MOUNT = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 _NO_DISKS = ("/memfd:", "/dev/pts/")  # besides pipes and sockets, which have no path
+_LOOKS = 5  # at the files of a process that closes some meanwhile
 # File systems whose files are asked for: no server and no cluster keeps the answer waiting.
 LOCAL = frozenset({
     "devtmpfs", "tmpfs", "ramfs", "rootfs", "devpts", "proc", "sysfs", "cgroup", "cgroup2", "bpf",
@@ -63,31 +64,38 @@ class StartedProcess(NamedTuple):
 
     def has_closed(self, device: tuple[int, int]) -> bool:
         """It has no descriptor of the device. In doubt it has. Not for the loop: many files."""
+        for _ in range(_LOOKS):
+            try:
+                return self._has_closed(device)
+            except FileNotFoundError:
+                pass  # it closed another file meanwhile, or has ended
+            except OSError:
+                break
+        return False
+
+    def _has_closed(self, device: tuple[int, int]) -> bool:
         home, place = f"/proc/{self.pid}", syscalls.Statx(syscalls.TYPE)
-        try:
-            names = os.listdir(f"{home}/fd") if sees_host() else []
-            # Its streams may be of the host's mounts, which a service does not see.
-            mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
-            for name in names:
-                path = os.readlink(f"{home}/fd/{name}")
-                if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
-                    continue
-                about = Path(f"{home}/fdinfo/{name}").read_bytes()
-                flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
-                mount = mounts.get(int(number[1])) if number else None
-                writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
-                # What is open for writing on an overlay lies on the disk of its upper directory.
-                local = LOCAL | {"overlay"} if writes else LOCAL
-                if mount is not None and mount.fstype in local:
-                    file = place(f"{home}/fd/{name}")
-                    if file is None or (file.is_block and file.node == device):
-                        return False
-                elif writes and (mount is None or "nodev" not in mount.options):
-                    # It may be a node of the device: on no mount that the process sees, or on a
-                    # file system that may never answer.
+        names = os.listdir(f"{home}/fd") if sees_host() else []
+        # Its streams may be of the host's mounts, which a service does not see.
+        mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
+        for name in names:
+            path = os.readlink(f"{home}/fd/{name}")
+            if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
+                continue
+            about = Path(f"{home}/fdinfo/{name}").read_bytes()
+            flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
+            mount = mounts.get(int(number[1])) if number else None
+            writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
+            # What is open for writing on an overlay lies on the disk of its upper directory.
+            local = LOCAL | {"overlay"} if writes else LOCAL
+            if mount is not None and mount.fstype in local:
+                file = place(f"{home}/fd/{name}")
+                if file is None or (file.is_block and file.node == device):
                     return False
-        except OSError:
-            return False
+            elif writes and (mount is None or "nodev" not in mount.options):
+                # It may be a node of the device: on no mount that the process sees, or on a file
+                # system that may never answer.
+                return False
         return bool(names)  # none: its first thread has ended, others may not
 
 

@@ -1,6 +1,7 @@
 """The layouts shared with the BPF program, and the settings in its terms."""
 
 import dataclasses
+import errno
 import os
 import stat
 import struct
@@ -109,6 +110,22 @@ def test_a_writer_without_a_descriptor_of_the_device_has_closed_it(tmp_path: Pat
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not started.has_closed((7, 4000)), "its first thread may be the only one to end"
+
+
+def test_a_file_that_a_writer_closes_meanwhile_is_no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    readlink, closed = os.readlink, iter([True, False, True])
+
+    def vanishes(path: str) -> str:
+        if next(closed, False):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return readlink(path)
+
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            monkeypatch.setattr(os, "readlink", vanishes)
+            assert _started(process.pid).has_closed((7, 4000))
+        finally:
+            process.kill()
 
 
 def test_a_writer_of_many_files_counts_as_one_that_closed_the_device() -> None:
