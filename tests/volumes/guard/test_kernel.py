@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,6 +250,39 @@ def test_the_device_of_a_writer_in_a_chroot_is_seen(
         closed = _started(process.pid).has_closed((7, 4000))
         process.kill()
     assert (closed, str(file) in asked) == (False, True)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_after_a_lease_a_file_on_an_unmounted_mount_counts_as_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], device: bool
+) -> None:
+    """A log keeps no blank volume refused for as long as its program lives. The ``device`` that is
+    seen open does."""
+    node = tmp_path / "node"
+    node.touch()
+    gone = mountinfo.containing("/dev/shm/log", mountinfo.read())
+    mounts = [each for each in mountinfo.read() if each != gone]
+    monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    with (
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as log,
+        node.open("w") as other,
+        subprocess.Popen(["sleep", "infinity"], stdout=log, stderr=other if device else None)
+        as process,
+    ):  # fmt: skip
+        started = _started(process.pid)
+        closed = [started.has_closed((7, 4000), doubt=doubt) for doubt in (False, True)]
+        process.kill()
+    assert closed == [False, not device]
+
+
+def test_a_look_at_the_files_of_a_writer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have a million: the look is in doubt then, and others wait for its thread."""
+    monkeypatch.setattr(procfs, "_FILES_SECONDS", -1.0)
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        started = _started(process.pid)
+        closed = [started.has_closed((7, 4000), doubt=doubt) for doubt in (False, True)]
+        process.kill()
+    assert closed == [False, True]
 
 
 def test_of_another_pid_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
