@@ -91,7 +91,7 @@ class Checks:
         """Seconds until the next check, None while there is no lease; and the reasons against a
         format. ``asked``: whether somebody wants to write; asked after the first look."""
         began = time.monotonic()
-        known.writer = 0
+        known.writer, known.freed_next, known.overdue = 0, False, None
         device, executor = known.device, self.executor
         if (renew := await self._raw_block(known)) is not None:
             return renew, ()
@@ -173,19 +173,21 @@ class Checks:
         held = self.executor.held(known.device)
         known.writer = held.at_work if held is not None else 0
         if held is not None and held.writer and held.until > time.monotonic() and not known.writer:
+            known.freed_next = known.seen is not None and may_be_held(known, known.seen)
             return lease.at_work(held.writer.pid, ended=True)
         return lease.at_work(known.writer, seen=procfs.sees_host())
 
     async def is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
         """Whether the lease's writer has ended, or has nothing open with which it could write, as
-        one that only asked whether it may."""
+        one that only asked whether it may. What cannot be told counts until the lease's end."""
         if held is None or held.writer is None or held.is_everybodys:
             return False
         if not held.at_work:
             return True
+        expired = time.monotonic() > held.until
         try:
             async with asyncio.timeout(WRITER_SECONDS):
-                return await _WRITERS.call(held.writer.has_closed, number)
+                return await _WRITERS.call(held.writer.has_closed, number, doubt=expired)
         except TimeoutError:
             return False
 
@@ -228,6 +230,7 @@ class Checks:
         if held is None or expired:
             if held is None or not writing or over or seen.has_content:
                 return None
+            known.overdue = held
             # As long as it is overdue: the pause doubles.
             return max(OVERDUE_CHECK_SECONDS, min(now - held.until, LONGEST_OVERDUE_SECONDS))
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -285,10 +288,11 @@ class Checks:
         fsid = image.fsid if image else ""
         return lease.Mapped(fsid, _monitors(device), frozenset[str]().union(*others))
 
-    async def grant(self, known: Known, by: str) -> None:
+    async def grant(self, known: Known, by: str, *, over: bool = False) -> None:
+        """``over``: the writer of the lease that may still hold is."""
         self.executor.attached()  # before anything is written down
-        seconds = self.settings.lease
-        await self.executor.carry_out(lease.GRANTING, Turn(known, None, by=by, seconds=seconds))
+        turn = Turn(known, None, by=by, seconds=self.settings.lease, over=over)
+        await self.executor.carry_out(lease.GRANTING, turn)
         device = known.device
         log.info("format permitted", device=device.name, volume=device.title, by=by)
 

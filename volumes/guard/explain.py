@@ -204,9 +204,11 @@ def _next_step(
         return "Nothing: its pod writes to it, as its user asked for"
     if device["may_be_formatted"]:
         return "Nothing: kubelet formats it at its next try"
-    writer = device.get("formatted_by")
-    if writer and not (device["missing"] or device["changed_from"]):
+    lost = device["missing"] or device["changed_from"]
+    if (writer := device.get("formatted_by")) and not lost:
         return f"Wait: process {writer} formats it now. Then run this again"
+    if device.get("freed_next") and not lost:
+        return "Wait: the next look frees the lease. Then run this again"
     watched = device.get("watched", True)
     seen = device["verdict"]
     if seen is None:

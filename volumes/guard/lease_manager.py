@@ -148,11 +148,22 @@ class LeaseManager:
                 elif wait is None:
                     return
                 else:
-                    await kit.tasks.until(again, wait)
-                asked = again.is_set() or (asked and not answered)
+                    await self._rest(known, again, wait)
+                # A denial may still wait for its look.
+                asked = again.is_set() or name in self._denied or (asked and not answered)
         finally:
             self._checking.discard(name)
             del self._tasks[name], self._again[name]
+
+    async def _rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
+        """Until the next look, which comes at once when the writer of an expired lease is over."""
+        until = time.monotonic() + wait
+        while known is not None and known.overdue is not None and time.monotonic() < until:
+            if await kit.tasks.until(again, checks.LEASED_CHECK_SECONDS):
+                return
+            if await self.checks.is_over(known.overdue, known.device.number):
+                return
+        await kit.tasks.until(again, max(0.0, until - time.monotonic()))
 
     async def _try_check(self, name: str, asked: bool) -> tuple[float | None, bool]:
         """A check whose failure is a refusal. Seconds until the next one (None: when asked), and
@@ -249,7 +260,8 @@ class LeaseManager:
                 verdict=str(known.seen), may_be_formatted=not reasons, reasons=reasons,
             )  # fmt: skip
         known.reasons = reasons
-        self.denials.decided(known.device.name, str(known.seen), reasons)
+        if not known.freed_next:  # or the next look decides
+            self.denials.decided(known.device.name, str(known.seen), reasons)
 
     def mounts_changed(self, now: raw_block.Table, whole: bool = True) -> None:
         """Check the devices that kubelet published as raw block volumes, or no longer does."""
@@ -281,17 +293,18 @@ class LeaseManager:
             before = self.executor.held(device)
             over = await self.checks.is_over(before, device.number)
             at_work = before.at_work if before is not None and not over else 0
-            for why in lease.at_work(at_work, seen=procfs.sees_host()):
-                then = f"then try again; if it hangs, end it: kill {at_work}"
+            sees, then = procfs.sees_host(), "then try again"
+            if sees:
+                then += f"; if it hangs, end it: kill {at_work}; if that does not help, unmap the "
+                then += "image and map it again"
+            for why in lease.at_work(at_work, seen=sees):
                 raise kit.errors.RefusedError(path, why, then)
             log.warning("format permitted by an operator", device=device.name, volume=volume,
                         by=by, reason=reason)  # fmt: skip
             seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
-            if over and checks.untouched(before, self.executor.held(device)):
-                self.executor.attached().free(device.number)  # what it left may not be blank
-            await self.checks.grant(known, f"{by}: {reason}")
+            await self.checks.grant(known, f"{by}: {reason}", over=over)
             known.allowed = True
             # ceph-csi would unmap it meanwhile.
             self.holds.begin(device, self.checks.settings.lease)

@@ -54,8 +54,8 @@ class Pace:
         return max(0.0, self.last + self._pause() - now) if self.same else 0.0
 
     def _pause(self) -> float:
-        verdict, _, writer = self.outcome or (None, False, 0)
-        if self.same < 2 or verdict is None or verdict in SILENT or writer:
+        verdict = self.outcome[0] if self.outcome else None
+        if self.same < 2 or verdict is None or verdict in SILENT:
             return kit.pause.grown(self.same, FIRST_SECONDS, AGAIN_SECONDS)
         return kit.pause.grown(self.same - 1, AGAIN_SECONDS, LONGEST_SECONDS)
 

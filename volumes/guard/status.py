@@ -231,6 +231,7 @@ def describe_device(known: steps.Known, now: float) -> dict[str, Any]:
         "cluster": None if known.cluster is None else _cluster(known.cluster),
         "may_be_formatted": known.reasons == (),
         "formatted_by": known.writer,
+        "freed_next": known.freed_next,
         "reasons": list(known.reasons or ()),
         "raw_block": known.raw,
         "lease_after_seconds": known.lease_seconds,

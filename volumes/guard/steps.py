@@ -40,6 +40,8 @@ class Known:
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
     writer: int = 0  # the process that formats it now; 0: none
+    freed_next: bool = False  # that one has ended, and the next look frees the lease
+    overdue: kernel.KernelLease | None = None  # expired, and its writer is at work
     doubt: Doubt = field(default_factory=Doubt)
     pace: Pace = field(default_factory=Pace)
     allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
@@ -80,6 +82,7 @@ class Turn:
     by: str = ""
     seconds: float = 0.0  # of the lease, for GRANT
     by_pod: bool = False  # the lease is everybody's, and holds to its end without an agent, too
+    over: bool = False  # who had the lease before has ended, or closed the device
 
 
 class Executor:
@@ -144,8 +147,8 @@ class Executor:
                     until = time.monotonic() + turn.seconds
                     grace = 0.0 if turn.by_pod else self.grace(device)
                     self.attached().grant(device.number, until, device.diskseq, grace)
-                    if turn.by_pod:
-                        self.attached().free(device.number, everybodys=True)
+                    if turn.by_pod or turn.over:
+                        self.attached().free(device.number, everybodys=turn.by_pod)
                     self.beat()
                     self.granted += 1
                 case Step.FREE:

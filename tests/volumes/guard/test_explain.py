@@ -245,6 +245,14 @@ def test_a_format_at_work_is_not_called_refused(seen: Verdict) -> None:
     assert "any other: NOT refused" in text, "the guard only reports"
 
 
+def test_a_lease_that_the_next_look_frees_is_waited_for() -> None:
+    """Its permission is open, which otherwise means that nobody knows whether an mkfs began."""
+    _, following = page(known(BLANK, freed_next=True), Entry("v", permitted=1.0))
+    assert following == "Next: Wait: the next look frees the lease. Then run this again"
+    _, following = page(known(BLANK, freed_next=True, missing="ext4 u1"))
+    assert "ext4 u1" in following and "Wait" not in following
+
+
 @pytest.mark.parametrize("lost", [{"missing": "ext4 u1"}, {"changed_from": "ext4 u1"}])
 def test_a_format_at_work_hides_no_loss(lost: dict[str, str]) -> None:
     seen = BLANK if "missing" in lost else XFS

@@ -4,6 +4,7 @@ The decisions themselves are tested in test_lease.py, real devices in test_lease
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -218,6 +219,13 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     assert (entry.type, entry.permitted) == ("ext4", 0.0)
 
 
+def denial() -> denials.Denial:
+    return denials.Denial(
+        at=0.0, device="rbd99", volume=DEVICE.volume, title="t", denied=True, pid=5,
+        program="mkfs.ext4", parent="", command="", cgroup="", pod="", container="",
+    )  # fmt: skip
+
+
 def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
     """It opens the device under the lease, first of all."""
     stat = Path(f"/proc/{process.pid}/stat").read_text()
@@ -229,7 +237,7 @@ def uses(world: World, process: "subprocess.Popen[bytes]") -> None:
 @pytest.fixture
 def formatter(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]:
     """It has the device open."""
-    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_: False)
+    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_, **__: False)
     with subprocess.Popen(["sleep", "infinity"]) as process:
         yield process
         process.kill()
@@ -269,6 +277,67 @@ async def test_the_next_lease_waits_for_a_formatter_that_outlives_its_own(
     formatter.wait()
     await looked_again(world)
     assert (254, 99) not in world.map or world.map[254, 99].writer is None
+
+
+async def test_one_who_is_refused_before_the_lease_is_freed_is_no_finding(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """The writer ends while a look runs, and the next comes. A second later he may format it."""
+    await world.checked()
+    uses(world, formatter)
+    probe = world.probe
+
+    async def slow(*words: str) -> Verdict:
+        monkeypatch.setattr(world, "probe", probe)
+        formatter.kill()
+        formatter.wait()
+        world.manager.denials.add(denial())
+        return await probe(*words)
+
+    monkeypatch.setattr(world, "probe", slow)
+    known = await looked_again(world)
+    assert known.freed_next and status.describe_device(known, 0.0)["freed_next"]
+    assert world.manager.denials.findings(0.0) == []
+    delayed = world.manager.denials.delayed
+    await waiting.until_async(lambda: not known.reasons, 30, "the next look")
+    assert world.manager.denials.findings(0.0) == []
+    assert world.manager.denials.delayed == delayed + 1 and not known.freed_next
+
+
+async def test_who_was_refused_after_one_that_left_no_blank_volume_is_a_finding(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """No look frees that lease."""
+    await world.checked()
+    uses(world, formatter)
+    formatter.kill()
+    formatter.wait()
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    world.manager.denials.add(denial())
+    known = await looked_again(world)
+    assert not known.freed_next and len(world.manager.denials.findings(0.0)) == 1
+
+
+@pytest.mark.parametrize("tries", [False, True])
+async def test_the_end_of_an_overdue_formatter_is_seen_between_looks(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]", tries: bool
+) -> None:
+    """Also where one that ``tries`` again waits for a look that its pace has put off."""
+    for name in ("OVERDUE_CHECK_SECONDS", "LONGEST_OVERDUE_SECONDS"):
+        monkeypatch.setattr(checks, name, 3600.0)
+    await world.checked()
+    uses(world, formatter)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    known = await looked_again(world)
+    assert known.writer == formatter.pid
+    if tries:
+        known.pace = pace.Pace((Kind.BLANK_VERIFIED, True, known.writer), 8, time.monotonic())
+        world.manager.denied("rbd99")
+    formatter.kill()
+    formatter.wait()
+    ends = ("its lease ended unused; the next attempt to write gets a new one",)
+    await waiting.until_async(lambda: known.reasons == (() if tries else ends), 30, "its end")
+    assert known.writer == 0
 
 
 @pytest.mark.parametrize("meanwhile", ["", "opened", "opened and ended"])
@@ -355,9 +424,16 @@ async def test_an_operator_waits_for_a_formatter_at_work(
     world.did.clear()
     with pytest.raises(kit.errors.RefusedError, match=f"process {formatter.pid} formats it now"):
         await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
-    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
-    with pytest.raises(kit.errors.RefusedError, match=f"kill {formatter.pid}"):
+    expired = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    held, world.map[254, 99] = world.map[254, 99], expired
+    with pytest.raises(kit.errors.RefusedError) as refused:
         await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert f"kill {formatter.pid}; if that does not help, unmap" in refused.value.remedy
+    world.map[254, 99] = held
+    monkeypatch.setattr(procfs, "_HOST_PIDS", 1)  # here another process has its number
+    with pytest.raises(kit.errors.RefusedError, match="pid namespace does not show") as refused:
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert "kill" not in refused.value.remedy
     assert "grant" not in world.did
 
 
@@ -371,7 +447,7 @@ async def test_an_operator_permits_the_next_try_after_one_that_left_no_blank_vol
     await world.checked()
     uses(world, formatter)
     if lives:
-        monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_: True)
+        monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_, **__: True)
     else:
         formatter.kill()
         formatter.wait()
@@ -380,6 +456,38 @@ async def test_an_operator_permits_the_next_try_after_one_that_left_no_blank_vol
     assert world.map[254, 99].writer is not None
     await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
     assert world.map[254, 99].writer is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_an_opener_keeps_no_lease_that_an_operator_permits_for_a_dead_writer(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]", full: bool
+) -> None:
+    """fsck, say. Where its permission cannot be written, the state disk is ``full``, no lease is
+    freed."""
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    uses(world, formatter)
+    formatter.kill()
+    formatter.wait()
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    await looked_again(world)
+    probe = world.probe
+
+    async def slow(*words: str) -> Verdict:
+        if not full:
+            world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=4)
+        return await probe(*words)
+
+    def put(_: store.Entry) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(world, "probe", slow)
+    if full:
+        monkeypatch.setattr(world.ledger, "put", put)
+    with pytest.raises(OSError) if full else contextlib.nullcontext():
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert (world.map[254, 99].writer is None) is not full
 
 
 async def test_looks_at_an_overdue_formatter_become_rare(
