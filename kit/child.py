@@ -30,7 +30,7 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     """
     name = f"{function.__module__}:{function.__qualname__}"
     thing = function.__qualname__.replace("_", " ")
-    about = f"{name} {json.dumps(arguments[:1])}"
+    about = _about(function, *arguments[:1])
     if not await processes.settled(about, deadline):
         raise DeadlineError(thing, "an earlier call still hangs in the kernel", _REMEDY)
     begun = time.monotonic()
@@ -45,6 +45,15 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
         last = kit.redact.last(err.decode("utf-8", "replace"), 1000)
         raise RuntimeError(f"{name} ended with {process.returncode}: {last}")
     return messages.result(out, Any)
+
+
+def hangs(function: Callable[..., Any], *first: Any) -> bool:
+    """Whether an abandoned call of it with this first argument still hangs."""
+    return processes.hanging(_about(function, *first)) > 0
+
+
+def _about(function: Callable[..., Any], *first: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__} {json.dumps(first)}"
 
 
 async def read_small(path: Path, most: int, deadline: float) -> bytes:

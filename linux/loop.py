@@ -88,27 +88,38 @@ def over(file: str) -> list[str]:
     return sorted(each.parents[1].name for each in found if rbd_sysfs.text(str(each)) == file)
 
 
-def backings() -> list[tuple[str, str, list[list[int]]]]:
-    """Of every loop device that may lie on a block device its name, its file, and the numbers of
-    the file's file system and of the device that the file stands for. After a lazy unmount the path
-    says nothing: it counts from that file system's root."""
-    found, mounts = [], mountinfo.of(1)
+Backing = tuple[str, str, list[list[int]]]
+
+
+def backings() -> tuple[list[Backing], list[str]]:
+    """The ``backing`` of each loop device; and the names of those that were not asked, for their
+    server may be dead. After a lazy unmount, or of another mount namespace, the path says nothing
+    for certain."""
+    found, served, mounts = list[Backing](), [], mountinfo.of(1)
     for each in sorted(_BLOCK.glob("loop*/loop/backing_file")):
-        name, status = each.parents[1].name, bytearray(_INFO_BYTES)
         mount = mountinfo.containing(rbd_sysfs.text(str(each)), mounts)
         if mount is not None and mount.target != "/" and _is_served(mount):
-            continue
-        with contextlib.suppress(OSError):  # detached meanwhile
-            with (
-                _node(int(name.removeprefix("loop"))) as node,
-                kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
-            ):
-                # The kernel asks the file system for the file, so a dead server keeps this waiting.
-                fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
-            on, _, device = struct.unpack_from("=QQQ", status)
-            numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
-            found.append((name, rbd_sysfs.text(str(each)), numbers))
-    return found
+            served.append(each.parents[1].name)
+        else:
+            found += backing(each.parents[1].name)
+    return found, served
+
+
+def backing(name: str) -> list[Backing]:
+    """Of a loop device its name, its file, and the numbers of the file's file system and of the
+    device that the file stands for; nothing of one that is detached."""
+    status = bytearray(_INFO_BYTES)
+    with contextlib.suppress(OSError):
+        with (
+            _node(int(name.removeprefix("loop"))) as node,
+            kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
+        ):
+            # The kernel asks the file system for the file, so a dead server keeps this waiting.
+            fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
+        on, _, device = struct.unpack_from("=QQQ", status)
+        numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
+        return [(name, rbd_sysfs.text(str(_BLOCK / name / "loop/backing_file")), numbers)]
+    return []
 
 
 def _is_served(mount: mountinfo.Mount) -> bool:

@@ -9,7 +9,6 @@ state changed, HostError when a program fails.
 import asyncio
 import os
 
-import kit.child
 import kit.errors
 import kit.processes
 from linux import blockdev, krbd, loop, mount_namespaces, mountinfo, rbd_sysfs
@@ -17,7 +16,7 @@ from volumes.audit.inventory import holders
 from volumes.audit.inventory.model import User
 
 DEADLINE_SECONDS = 30.0  # of each function
-_UNMAP_SECONDS, _LOOPS_SECONDS = 20.0, 5.0
+_UNMAP_SECONDS = 20.0
 
 
 def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int, str]]) -> int:
@@ -37,8 +36,12 @@ def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int,
     return mount_namespaces.detach_by_id(namespace_id, inode, wanted)
 
 
-def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mapping: str) -> int:
-    """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
+def unmap(
+    name: str, driver: str, device: list[int], diskseq: int | None, mapping: str,
+    backings: list[loop.Backing],
+) -> int:  # fmt: skip
+    """Unmap a device. The kernel refuses with EBUSY while anything has it open. ``backings``: what
+    loop devices lie on, for nbd: to ask them may hang."""
     number = device[0], device[1]
     found = blockdev.identify(name)
     if found is None or (found.number, found.diskseq) != (number, diskseq):
@@ -52,8 +55,6 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mappin
         krbd.unmap(mapping)
     elif driver == "nbd":
         # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
-        # It may hang with any loop device's file, so before we have the device open.
-        backings = asyncio.run(kit.child.call(loop.backings, deadline=_LOOPS_SECONDS))
         loops = holders.loops(backings, {number})
         with blockdev.claimed(f"/dev/{name}", number):
             _refuse_users(name, number, loops)

@@ -15,6 +15,7 @@ import kit.errors
 from kit.findings import Finding
 from linux import blockdev
 from volumes.audit import actions, executors, repair
+from volumes.audit.inventory import scan
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
 from volumes.audit.rules.mounting import forgotten
@@ -223,9 +224,11 @@ class Repairer:
     async def _do(self, step: Step, case: Case, device: blockdev.BlockDevice | None) -> None:
         if step is Step.UNMAP:
             assert device is not None
+            nbd = device.driver == "nbd"
+            backings = await scan.backings(scan.LOOPS_SECONDS) if nbd else []
             await kit.child.call(
                 executors.unmap, device.name, device.driver, list(device.number), device.diskseq,
-                device.client.mapping_id if device.client else "",
+                device.client.mapping_id if device.client else "", backings,
                 deadline=executors.DEADLINE_SECONDS,
             )  # fmt: skip
         elif step is Step.TAINT:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import kit.child
 import kit.errors
-from linux import blockdev, loop
+from linux import blockdev
 from tests.volumes.audit.stage import Stage
 from volumes.audit import executors
 from volumes.audit.inventory import holders
@@ -29,8 +28,9 @@ def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     major, minor = (home / "dev").read_text().strip().split(":")
     number, sequence = [int(major), int(minor)], int((home / "diskseq").read_text())
 
-    def unmap(diskseq: int = sequence) -> int:
-        return executors.unmap(device, "nbd", number, diskseq, "")
+    def unmap(diskseq: int = sequence, lies_on: list[int] | None = None) -> int:
+        backings = [("loop4095", "/disk.img", [[0, 0], lies_on or [0, 0]])]
+        return executors.unmap(device, "nbd", number, diskseq, "", backings)
 
     claim = os.open(f"/dev/{device}", os.O_RDONLY | os.O_EXCL)
     with pytest.raises(OSError, match="busy"):
@@ -39,6 +39,8 @@ def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     pid = stage.holder("fd", f"/dev/{device}")
     with pytest.raises(kit.errors.RefusedError, match=rf"pid {pid} .*has it open"):
         unmap()
+    with pytest.raises(kit.errors.RefusedError, match="loop4095 has it open"):
+        unmap(lies_on=number)
     with pytest.raises(kit.errors.RefusedError, match="another device"):
         unmap(sequence - 1)
     assert not called.exists()
@@ -48,25 +50,6 @@ def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     tool.write_text("#!/bin/sh\necho no such device >&2\nexit 3\n")
     with pytest.raises(kit.errors.HostError, match="ended with 3: no such device"):
         unmap()
-
-
-def test_unmap_of_nbd_waits_for_no_loop_device(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server of a loop device's file may be dead."""
-    device = stage.loop(fs=None)
-    home = Path("/sys/block", device)
-    major, minor = (home / "dev").read_text().strip().split(":")
-
-    async def call(function: object, *_: object, deadline: float) -> None:
-        assert function is loop.backings and deadline < executors.DEADLINE_SECONDS / 2
-        raise kit.child.DeadlineError("backings", "no answer", "")
-
-    monkeypatch.setattr(kit.child, "call", call)
-    with pytest.raises(kit.child.DeadlineError):
-        executors.unmap(
-            device, "nbd", [int(major), int(minor)], int((home / "diskseq").read_text()), ""
-        )
 
 
 def test_who_serves_a_device_is_no_user_of_it(stage: Stage) -> None:

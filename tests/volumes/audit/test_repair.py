@@ -1,5 +1,6 @@
 """Repair of broken mappings: what is decided, also by agents that are killed after any step."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kit.child
 from kit.findings import Finding, Severity
+from linux import loop
 from linux.rbd_sysfs import RbdClient
 from tests.testbed import constants, examples
 from tests.volumes.audit.world import INVENTORY, device
-from volumes.audit import repair
+from volumes.audit import executors, repair, repairer
 from volumes.audit.repair import Case, Sight, Step
 from volumes.audit.types import GuardView
 from volumes.settings import RepairSettings
@@ -30,6 +33,28 @@ def _policy(**given: Any) -> RepairSettings:
 
 def _decide(sight: Sight, case: Case = CASE, **policy: Any) -> repair.Decision:
     return repair.decide(case, sight, _policy(**policy), NOW, [])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_the_agent_asks_for_loop_devices_before_an_unmap_of_nbd(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """It remembers a child that hangs with one; a child of its own for the unmap would not."""
+    called = []
+
+    async def call(function: object, *words: object, deadline: float) -> object:
+        called.append((function, words[-1:]))
+        if hangs:
+            raise kit.child.DeadlineError("backings", "no answer", "")
+        return ([("loop3", "/x", [[43, 0]])], []) if function is loop.backings else 1
+
+    monkeypatch.setattr(kit.child, "call", call)
+    made = repairer.Repairer(_policy(), None, None)  # type: ignore[arg-type]
+    nbd = dataclasses.replace(device(), driver="nbd")
+    with pytest.raises(kit.child.DeadlineError) if hangs else contextlib.nullcontext():
+        await made._do(Step.UNMAP, CASE, nbd)
+    unmap = (executors.unmap, ([("loop3", "/x", [[43, 0]])],))
+    assert called == [(loop.backings, ()), *([] if hangs else [unmap])]
 
 
 def test_free_and_broken_mapping_is_unmapped() -> None:

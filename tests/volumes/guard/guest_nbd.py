@@ -90,7 +90,7 @@ async def attached(
 
 def _unmap(device: blockdev.BlockDevice) -> None:
     """As the audit's action does it."""
-    executors.unmap(device.name, "nbd", list(device.number), device.diskseq, "")
+    executors.unmap(device.name, "nbd", list(device.number), device.diskseq, "", [])
 
 
 def _unmapped(device: blockdev.BlockDevice, say: Callable[[str], None]) -> bool:

@@ -6,6 +6,7 @@ one request after the other; ``Scanner`` is the agent's end of it. A child that 
 time is killed and abandoned, and the next scan starts another one.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import gc
@@ -31,7 +32,8 @@ _ABOUT = "scan of the node"
 MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
-_LOOPS_SECONDS = 5.0
+LOOPS_SECONDS, _LOOP_SECONDS = 5.0, 2.0  # for all loop devices, and for one of a server
+_MOST_LOOPS_HANG = 4
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -183,14 +185,32 @@ class Scanner:
 async def _with_loops(inventory: Inventory, until: float) -> Inventory:
     """With the loop devices among the users. The kernel may wait for the server of a loop device's
     file, which the scan must not. ``until``: CLOCK_MONOTONIC, the end of the scan's deadline."""
-    left = min(_LOOPS_SECONDS, until - time.monotonic())
+    left = min(LOOPS_SECONDS, until - time.monotonic())
     try:
-        backings = await kit.child.call(loop.backings, deadline=max(left, 0.0))
+        found = await backings(max(left, 0.0))
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         gaps = (*inventory.gaps, f"loop devices: {error}")
         return dataclasses.replace(inventory, gaps=gaps)
-    users = inventory.users + tuple(holders.loops(backings, set(inventory.users_of)))
+    users = inventory.users + tuple(holders.loops(found, set(inventory.users_of)))
     return dataclasses.replace(inventory, users=users)
+
+
+async def backings(deadline: float) -> list[loop.Backing]:
+    """What each loop device lies on. One whose file may have a dead server is asked by a child of
+    its own, and left out when that hangs. AgentError, OSError, RuntimeError."""
+    until = time.monotonic() + deadline
+    found, served = await kit.child.call(loop.backings, deadline=deadline)
+    names = [name for name in served if not kit.child.hangs(loop.backing, name)]
+    most = _MOST_LOOPS_HANG - (len(served) - len(names))
+
+    async def ask() -> None:
+        with contextlib.suppress(kit.errors.AgentError, RuntimeError):
+            while names and (left := until - time.monotonic()) > 0:
+                wait = min(left, _LOOP_SECONDS)
+                found.extend(await kit.child.call(loop.backing, names.pop(), deadline=wait))
+
+    await asyncio.gather(*(ask() for _ in range(most)))
+    return list(found)
 
 
 # -- the child ---------------------------------------------------------------------------------

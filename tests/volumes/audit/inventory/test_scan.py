@@ -1,5 +1,6 @@
 """A scan of an invented /proc and host root: kubelet's directory, and the trip through the pipe."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import kit.child
 import kit.messages
 import kit.processes
-from linux import blockdev
+from linux import blockdev, loop
 from tests.volumes.audit.world import (
     DEVICE,
     IMAGE,
@@ -386,20 +387,50 @@ async def test_a_loop_device_whose_file_hangs_costs_the_loop_devices_alone(
 ) -> None:
     deadlines = []
 
-    async def call(*_: object, deadline: float) -> list[tuple[str, str, list[list[int]]]]:
+    async def call(*_: object, deadline: float) -> tuple[list[loop.Backing], list[str]]:
         deadlines.append(deadline)
         if hangs:
             raise kit.processes.DeadlineError("backings", "no answer within 5s", "")
-        return [("loop3", "/mnt/disk.img", [[0, 0], [8, 1]]), ("loop4", "/x", [[8, 2]])]
+        return [("loop3", "/mnt/disk.img", [[0, 0], [8, 1]]), ("loop4", "/x", [[8, 2]])], []
 
     monkeypatch.setattr(kit.child, "call", call)
     seen = model.User(OWNER, (8, 1), ("fd 3",), 1)
     searched = dataclasses.replace(INVENTORY, users=(seen,), users_of=((8, 1),))
     until = time.monotonic() + (2.0 if hangs else 60.0)
     found = await scan._with_loops(searched, until)
-    assert 0 < deadlines[0] <= (2.0 if hangs else scan._LOOPS_SECONDS), "what the scan has left"
+    assert 0 < deadlines[0] <= (2.0 if hangs else scan.LOOPS_SECONDS), "what the scan has left"
     assert found.users[0] == seen
     assert [each.owner.label for each in found.users[1:]] == (
         [] if hangs else ["loop device loop3"]
     )
     assert len(found.gaps) == hangs
+
+
+@pytest.mark.parametrize("hung", [0, 3, 4])
+async def test_loop_devices_of_servers_are_asked_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, hung: int
+) -> None:
+    """One whose path looks served may lie on a disk: the path is of another mount namespace. So
+    many hang since an earlier scan."""
+    names = [f"loop{number}" for number in range(12)]
+    asked = []
+
+    async def call(function: object, *name: str, deadline: float) -> object:
+        assert 0 < deadline <= scan.LOOPS_SECONDS
+        if function is loop.backings:
+            return [], names
+        asked.extend(name)
+        await asyncio.sleep(0)
+        if name[0] == "loop11":
+            raise kit.processes.DeadlineError("backing", "no answer within 2s", "")
+        return [(name[0], "/x", [[8, 1]])]
+
+    monkeypatch.setattr(kit.child, "call", call)
+    monkeypatch.setattr(kit.child, "hangs", lambda _, name: name in names[:hung])
+    found = [name for name, _, _ in await scan.backings(5.0)]
+    if hung == 4:
+        assert not asked, "no more of them than that hang at once"
+    elif hung == 3:
+        assert asked == ["loop11"]
+    else:
+        assert sorted(found) == sorted(names[:11])
