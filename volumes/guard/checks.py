@@ -191,6 +191,16 @@ class Checks:
         except TimeoutError:
             return False
 
+    async def rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
+        """Until the next look, which comes at once when the writer of an expired lease is over."""
+        until = time.monotonic() + wait
+        while known is not None and known.overdue is not None and time.monotonic() < until:
+            if await kit.tasks.until(again, LEASED_CHECK_SECONDS):
+                return
+            if await self.is_over(known.overdue, known.device.number):
+                return
+        await kit.tasks.until(again, max(0.0, until - time.monotonic()))
+
     async def _conclude(
         self, known: Known, seen: Verdict, before: KernelLease | None, *, over: bool
     ) -> float | None:

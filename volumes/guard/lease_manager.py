@@ -148,22 +148,12 @@ class LeaseManager:
                 elif wait is None:
                     return
                 else:
-                    await self._rest(known, again, wait)
+                    await self.checks.rest(known, again, wait)
                 # A denial may still wait for its look.
                 asked = again.is_set() or name in self._denied or (asked and not answered)
         finally:
             self._checking.discard(name)
             del self._tasks[name], self._again[name]
-
-    async def _rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
-        """Until the next look, which comes at once when the writer of an expired lease is over."""
-        until = time.monotonic() + wait
-        while known is not None and known.overdue is not None and time.monotonic() < until:
-            if await kit.tasks.until(again, checks.LEASED_CHECK_SECONDS):
-                return
-            if await self.checks.is_over(known.overdue, known.device.number):
-                return
-        await kit.tasks.until(again, max(0.0, until - time.monotonic()))
 
     async def _try_check(self, name: str, asked: bool) -> tuple[float | None, bool]:
         """A check whose failure is a refusal. Seconds until the next one (None: when asked), and

@@ -413,7 +413,7 @@ async def test_loop_devices_of_servers_are_asked_each_by_itself(
     """One whose path looks served may lie on a disk: the path is of another mount namespace. So
     many hang since an earlier scan."""
     names = [f"loop{number}" for number in range(12)]
-    asked = []
+    asked: list[str] = []
 
     async def call(function: object, *name: str, deadline: float) -> object:
         assert 0 < deadline <= scan.LOOPS_SECONDS
