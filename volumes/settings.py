@@ -72,7 +72,7 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """On which devices the guard also reports writes, besides those of `drivers`. ceph: none.
+    """Devices, besides those of `drivers`, whose writes the guard reports. ceph: no others.
     csi: all disks except the node's own disks. all: also the node's own disks, except those of
     the root file system, those of swaps, and those that `own` names. The guard never reports
     writes to ramdisk, zram, sr, fd and mtdblock devices."""
@@ -270,7 +270,7 @@ class RepairSettings(kit.settings.Section):
 
     mode: Mode = "off"
     """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on.
-    Needs the audit. Only with `clusters`, the agent sees that Ceph blocklisted this node."""
+    Needs the audit. It also unmaps after Ceph blocklisted this node if `clusters` is set."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4
