@@ -582,7 +582,7 @@ def metrics(
     text = "Size of all files in the source, as far as listed."
     yield gauge("cache_dataset_bytes", text, sizes, "dataset")
     stored = {name: row.bytes.done for name, row in shown.items()}
-    text = "Size that the stored files have in the source."
+    text = "Size of the stored files, as in the source (not the space on the SSD)."
     yield gauge("cache_stored_bytes", text, stored, "dataset")
     failed = {name: row.files.failed for name, row in shown.items()}
     yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
@@ -627,7 +627,7 @@ def _scrub_metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     text = "Datasets that show the source until their files are verified."
     yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
-    text = "Oldest time of a dataset's last scrub."
+    text = "Each dataset has a time of its last scrub: the earliest of these times."
     yield gauge("cache_oldest_scrub_timestamp_seconds", text, {(): min(ended)} if ended else {})
     bad = {name: dataset.scrubs.bad for name, dataset in each.items()}
     text = "Damaged files that scrubs found."

@@ -179,8 +179,8 @@ class ClusterSettings(kube.settings.AccessSettings):
     interval: kit.settings.Seconds = Field(default=10.0, ge=1, le=600)
     """Minimum time between two writes of the NodeStorage."""
     drop_after: kit.settings.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
-    """How long an object stays in force after it disappears without a deletion (restored etcd, lost
-    node label)."""
+    """If the agent no longer gets an object that nobody deleted (restored etcd, a label that the
+    node lost), it obeys the object for this time."""
     conditions: bool = True
     """Write Events and Node conditions."""
     labels: int = Field(default=50, ge=0, le=200)

@@ -135,8 +135,8 @@ class PreheatSettings(kube.settings.RoomSettings):
     """Maximum time that an image stays pinned after you remove it from `images`."""
     release_after: kit.settings.Seconds | None = Field(default=None, ge=14400)
     """If no agent ran for this time (minimum 4h), containerd ends all pins. Not set:
-    containerd never ends pins. If you set it, the kubelet can delete pinned images. While the
-    agent runs, it restores them without the registry."""
+    containerd never ends pins. If you set it, the kubelet's garbage collection can delete pinned
+    images at any time. While the agent runs, it restores them without the registry."""
     retain: RetainSettings | None = None
     """Also pin images that pods use and that `images` does not list."""
     platform: Annotated[str, AfterValidator(_platform)] = ""

@@ -72,14 +72,14 @@ class GuardSettings(kit.settings.Section):
     )
     """Drivers of guarded devices, as in /proc/devices."""
     scope: Literal["ceph", "csi", "all"] = "ceph"
-    """On which devices the guard also reports writes, besides those of `drivers`. ceph: none.
-    csi: all except the node's own disks. all: all except disks of the root file system, disks of
-    swaps, and disks that `own` names. The guard never reports writes to ramdisk, zram, sr, fd and
-    mtdblock devices."""
+    """Devices, besides those of `drivers`, whose writes the guard reports. ceph: no others.
+    csi: all disks except the node's own disks. all: also the node's own disks, except those of
+    the root file system, those of swaps, and those that `own` names. The guard never reports
+    writes to ramdisk, zram, sr, fd and mtdblock devices."""
     own: tuple[str, ...] = Field(default=(), max_length=_MOST)
     """The node's own disks, in addition to those that the agent finds: 'by-id:PATTERN',
     'by-path:PATTERN', 'model:PATTERN', 'vg:PATTERN' or 'name:PATTERN'. No pattern matches loop or
-    nbd devices, or devices of ``drivers`` or of PersistentVolumes."""
+    nbd devices, or devices of `drivers` or of PersistentVolumes."""
     names: tuple[str, ...] = ("*",)
     """Guarded devices that can get automatic leases (shell patterns)."""
     openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
@@ -270,7 +270,7 @@ class RepairSettings(kit.settings.Section):
 
     mode: Mode = "off"
     """Unmap broken mappings that nothing holds: off (only advise), dry-run (only log) or on.
-    Needs the audit. To detect a blocklist, the agent needs `clusters`."""
+    Needs the audit. It also unmaps after Ceph blocklisted this node if `clusters` is set."""
     settle: ClassVar[kit.settings.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
     per_hour: ClassVar[int] = 4

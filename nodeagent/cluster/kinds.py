@@ -89,8 +89,8 @@ class IntentStatus(kit.settings.Shown):
     # verify, pause or rescan asks.
     conditions: tuple[ObjectCondition, ...] = ()
     chosen: tuple[str, ...] = ()  # With spread: the nodes that keep the dataset.
-    # For each annotation (like warm): its last value that all wanted nodes have handled, with or
-    # without success.
+    # For each annotation (like warm): its newest value that all wanted nodes are finished with. On
+    # some nodes it may have failed.
     carried_out: Mapping[str, str] = {}
 
 

@@ -182,9 +182,9 @@ WAYS: dict[str, tuple[Callable[[Disk], None], ...]] = {
 ELSEWHERE = {
     "A dm device": "test_ways_of_the_device_mapper_and_scsi_in_a_guest",
     "SCSI and NVMe commands": "test_ways_of_the_device_mapper_and_scsi_in_a_guest",
-    "The read-only state": "test_the_read_only_state_can_be_taken_back",
+    "A change of the read-only flag": "test_the_read_only_state_can_be_taken_back",
     "A raw block volume": "test_the_permission_follows_the_publication",
-    "Another disk under the same number": (
+    "A new disk with the number of a leased disk": (
         "test_a_lease_of_a_disk_that_stays_ends_soon_after_its_agent"
     ),
     "The process that has the lease": "test_a_lease_belongs_to_the_first_process",
