@@ -19,7 +19,7 @@ from volumes import settings
 from volumes.guard import lease
 from volumes.guard.holds import Holds
 from volumes.guard.kernel import KernelLease
-from volumes.guard.steps import Executor, Known, Turn, missing, with_cluster
+from volumes.guard.steps import Executor, Known, Turn, missing, untouched, with_cluster
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer
 from volumes.node import raw_block
@@ -298,18 +298,13 @@ class Checks:
         fsid = image.fsid if image else ""
         return lease.Mapped(fsid, _monitors(device), frozenset[str]().union(*others))
 
-    async def grant(self, known: Known, by: str, *, over: bool = False) -> None:
-        """``over``: the writer of the lease that may still hold is."""
+    async def grant(self, known: Known, by: str, *, over: KernelLease | None = None) -> None:
+        """``over``: see ``Turn``."""
         self.executor.attached()  # before anything is written down
         turn = Turn(known, None, by=by, seconds=self.settings.lease, over=over)
         await self.executor.carry_out(lease.GRANTING, turn)
         device = known.device
         log.info("format permitted", device=device.name, volume=device.title, by=by)
-
-
-def untouched(before: KernelLease | None, now: KernelLease | None) -> bool:
-    """Whether nobody opened the device for writing since: what the probe saw is still there."""
-    return before is not None and now is not None and now.opens == before.opens
 
 
 def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:

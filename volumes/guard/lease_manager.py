@@ -294,7 +294,7 @@ class LeaseManager:
             seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
-            await self.checks.grant(known, f"{by}: {reason}", over=over)
+            await self.checks.grant(known, f"{by}: {reason}", over=before if over else None)
             known.allowed = True
             # ceph-csi would unmap it meanwhile.
             self.holds.begin(device, self.checks.settings.lease)

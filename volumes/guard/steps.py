@@ -82,7 +82,12 @@ class Turn:
     by: str = ""
     seconds: float = 0.0  # of the lease, for GRANT
     by_pod: bool = False  # the lease is everybody's, and holds to its end without an agent, too
-    over: bool = False  # who had the lease before has ended, or closed the device
+    over: kernel.KernelLease | None = None  # before; its writer has ended, or closed the device
+
+
+def untouched(before: kernel.KernelLease | None, now: kernel.KernelLease | None) -> bool:
+    """Whether nobody opened the device for writing since: what the probe saw is still there."""
+    return before is not None and now is not None and now.opens == before.opens
 
 
 class Executor:
@@ -146,9 +151,13 @@ class Executor:
                 case Step.GRANT:
                     until = time.monotonic() + turn.seconds
                     grace = 0.0 if turn.by_pod else self.grace(device)
+                    if (was := turn.over) and (
+                        not was.at_work or untouched(was, self.held(device))
+                    ):  # before the grant: who comes after it has the lease
+                        self.attached().free(device.number)
                     self.attached().grant(device.number, until, device.diskseq, grace)
-                    if turn.by_pod or turn.over:
-                        self.attached().free(device.number, everybodys=turn.by_pod)
+                    if turn.by_pod:
+                        self.attached().free(device.number, everybodys=True)
                     self.beat()
                     self.granted += 1
                 case Step.FREE:

@@ -490,6 +490,49 @@ async def test_an_opener_keeps_no_lease_that_an_operator_permits_for_a_dead_writ
     assert (world.map[254, 99].writer is None) is not full
 
 
+@pytest.mark.parametrize("during", ["probe", "write"])
+async def test_an_operators_permission_takes_the_lease_from_no_writer_that_opens_it_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]", during: str
+) -> None:
+    """It had closed the device when it was asked for. Two would write at once."""
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    uses(world, shell)
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    function = getattr(world, during)
+
+    async def slow(*words: Any) -> Any:
+        world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=4)
+        return await function(*words)
+
+    monkeypatch.setattr(world, during, slow)
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    writer = world.map[254, 99].writer
+    assert writer is not None and writer.pid == shell.pid
+
+
+async def test_who_comes_right_after_an_operators_permission_keeps_the_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.checked()
+    uses(world, formatter)
+    formatter.kill()
+    formatter.wait()
+    grant, following = world.grant, procfs.StartedProcess(5, os.getpid())
+
+    def granted(*words: Any) -> None:
+        grant(*words)
+        world.map[254, 99] = dataclasses.replace(world.map[254, 99], writer=following)
+
+    monkeypatch.setattr(world, "grant", granted)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert world.map[254, 99].writer == following
+
+
 async def test_looks_at_an_overdue_formatter_become_rare(
     world: World, formatter: "subprocess.Popen[bytes]"
 ) -> None:
