@@ -172,9 +172,10 @@ class Checks:
         """Note who formats. The reasons against a format by another process than the lease's."""
         held = self.executor.held(known.device)
         known.writer = held.at_work if held is not None else 0
-        if held is not None and held.writer and held.until > time.monotonic() and not known.writer:
+        pid = held.writer.pid if held is not None and held.writer is not None else 0
+        if held is not None and pid and held.until > time.monotonic() and not known.writer:
             known.freed_next = known.seen is not None and may_be_held(known, known.seen)
-            return lease.at_work(held.writer.pid, ended=True)
+            return lease.at_work(pid, ended=True)
         return lease.at_work(known.writer, seen=procfs.sees_host())
 
     async def is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
@@ -189,16 +190,20 @@ class Checks:
             async with asyncio.timeout(WRITER_SECONDS):
                 return await _WRITERS.call(held.writer.has_closed, number, doubt=expired)
         except TimeoutError:
-            return False
+            return expired
 
     async def rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
         """Until the next look, which comes at once when the writer of an expired lease is over."""
         until = time.monotonic() + wait
-        while known is not None and known.overdue is not None and time.monotonic() < until:
-            if await kit.tasks.until(again, LEASED_CHECK_SECONDS):
+        overdue = known.overdue if known is not None else None
+        files_at = time.monotonic() + OVERDUE_CHECK_SECONDS  # they are many
+        while known is not None and overdue is not None and time.monotonic() < until:
+            if await kit.tasks.until(again, LEASED_CHECK_SECONDS) or not overdue.at_work:
                 return
-            if await self.is_over(known.overdue, known.device.number):
-                return
+            if time.monotonic() > files_at:
+                if await self.is_over(overdue, known.device.number):
+                    return
+                files_at = time.monotonic() + OVERDUE_CHECK_SECONDS
         await kit.tasks.until(again, max(0.0, until - time.monotonic()))
 
     async def _conclude(

@@ -149,8 +149,9 @@ class LeaseManager:
                     return
                 else:
                     await self.checks.rest(known, again, wait)
-                # A denial may still wait for its look.
-                asked = again.is_set() or name in self._denied or (asked and not answered)
+                # A denial may still wait for its look, or be left to it.
+                waits = name in self._denied or name in self.denials.waiting
+                asked = again.is_set() or waits or (asked and not answered)
         finally:
             self._checking.discard(name)
             del self._tasks[name], self._again[name]

@@ -304,6 +304,46 @@ async def test_one_who_is_refused_before_the_lease_is_freed_is_no_finding(
     assert world.manager.denials.delayed == delayed + 1 and not known.freed_next
 
 
+async def test_one_who_is_refused_at_the_end_of_a_lease_that_was_to_be_freed_is_no_finding(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+) -> None:
+    """The lease ends before the look that would free it: that look gives the next one."""
+    await world.checked()
+    uses(world, formatter)
+    probe = world.probe
+
+    async def slow(*words: str) -> Verdict:
+        monkeypatch.setattr(world, "probe", probe)
+        formatter.kill()
+        formatter.wait()
+        until = time.monotonic() + 0.15
+        world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=until)
+        return await probe(*words)
+
+    monkeypatch.setattr(world, "probe", slow)
+    world.manager.denials.add(denial())
+    world.manager.denied("rbd99")
+    known = await looked_again(world)
+    assert known.freed_next
+    await waiting.until_async(lambda: not world.manager.denials.waiting, 30, "the next looks")
+    assert (known.reasons, world.manager.denials.findings(0.0)) == ((), [])
+
+
+async def test_who_was_refused_before_a_lease_of_an_agent_that_knew_no_writers_is_no_finding(
+    world: World,
+) -> None:
+    """That lease is everybody's: the next try passes, and no look frees it."""
+    await world.checked()
+    everybody = procfs.StartedProcess(0, 0)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], writer=everybody)
+    world.manager.denials.add(denial())
+    known = await looked_again(world)
+    assert (known.reasons, known.freed_next) == ((), False)
+    world.verdict = EXT4
+    await looked_again(world)
+    assert world.manager.denials.findings(0.0) == []
+
+
 async def test_who_was_refused_after_one_that_left_no_blank_volume_is_a_finding(
     world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
 ) -> None:
@@ -386,6 +426,52 @@ async def test_a_shell_that_lives_on_keeps_no_blank_volume_from_its_next_lease(
     world.did.clear()
     await looked_again(world)
     assert "revoke" in world.did
+
+
+async def test_a_look_that_hangs_keeps_no_blank_volume_from_its_next_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]"
+) -> None:
+    """All looks at files share one thread."""
+    free = threading.Event()
+    monkeypatch.setattr(checks, "_WRITERS", kit.tasks.Apart("files of writers"))
+    monkeypatch.setattr(checks, "WRITER_SECONDS", 0.1)
+    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_, **__: free.wait(60))
+    await world.checked()
+    uses(world, shell)
+    try:
+        await looked_again(world)
+        assert world.map[254, 99].writer, "until the lease's end it may have the device open"
+        world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 5)
+        world.did.clear()
+        await looked_again(world)
+        assert "revoke" in world.did
+    finally:
+        free.set()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_between_looks_an_overdue_formatters_files_are_looked_at_rarely(
+    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]",
+    closes: bool,
+) -> None:  # fmt: skip
+    """Its end is seen at once, and costs little."""
+    monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "OVERDUE_CHECK_SECONDS", 0.05 if closes else 3600.0)
+    looks = []
+    monkeypatch.setattr(
+        procfs.StartedProcess, "has_closed", lambda *_, **__: looks.append(1) or len(looks) > 1
+    )
+    world.map[254, 99] = kernel.KernelLease(time.monotonic() - 5, 0)
+    uses(world, formatter)
+    known = steps.Known(DEVICE, overdue=world.map[254, 99])
+    rest = asyncio.create_task(world.manager.checks.rest(known, asyncio.Event(), 3600.0))
+    if not closes:
+        await asyncio.wait([rest], timeout=0.1)
+        assert not rest.done()
+        formatter.kill()
+        formatter.wait()
+    await asyncio.wait_for(rest, waiting.limit(30))
+    assert len(looks) == (2 if closes else 0)
 
 
 async def test_content_of_one_that_closed_the_device_leaves_it_five_seconds(
