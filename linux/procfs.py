@@ -72,28 +72,34 @@ class StartedProcess(NamedTuple):
                 has = self._has(device, until)
                 return doubt if has is None else not has
             except FileNotFoundError:
-                pass  # it closed another file meanwhile, or has ended
+                pass
             except OSError:
                 break
         return doubt
 
     def _has(self, device: tuple[int, int], until: float) -> bool | None:
-        """Whether it has a descriptor of the device; None: that cannot be told."""
+        """Whether it has a descriptor of the device; None: that cannot be told. FileNotFoundError:
+        it has closed another one meanwhile, or has ended."""
         home, place = f"/proc/{self.pid}", syscalls.Statx(syscalls.TYPE)
         if not sees_host():
             return None
         # Its streams may be of the host's mounts, which a service does not see.
         mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
         found: bool | None = None  # without a file: its first thread has ended, others may not
-        sure = True
+        sure, closed = True, None
         with os.scandir(f"{home}/fd") as files:
             for each in files:
                 if time.monotonic() > until:
                     return None
-                found, path = False, os.readlink(each.path)
-                if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
+                found = False
+                try:
+                    path = os.readlink(each.path)
+                    if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
+                        continue
+                    about = Path(f"{home}/fdinfo/{each.name}").read_bytes()
+                except FileNotFoundError as error:
+                    closed = error  # meanwhile; the device may follow
                     continue
-                about = Path(f"{home}/fdinfo/{each.name}").read_bytes()
                 flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
                 mount = mounts.get(int(number[1])) if number else None
                 writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
@@ -108,6 +114,8 @@ class StartedProcess(NamedTuple):
                     # It may be a node of the device: on no mount that the process sees, or on a
                     # file system that may never answer.
                     sure = False
+        if closed is not None:
+            raise closed
         return found if sure else None
 
 

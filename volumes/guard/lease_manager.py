@@ -286,8 +286,10 @@ class LeaseManager:
             at_work = before.at_work if before is not None and not over else 0
             sees, then = procfs.sees_host(), "then try again"
             if sees:
-                then += f"; if it hangs, end it: kill {at_work}; if that does not help, unmap the "
-                then += "image and map it again"
+                then += (
+                    f"; if it hangs, end it: kill {at_work}; if it does not end, its I/O hangs: "
+                )
+                then += "mend the cluster or restart the node; never unmap with force"
             for why in lease.at_work(at_work, seen=sees):
                 raise kit.errors.RefusedError(path, why, then)
             log.warning("format permitted by an operator", device=device.name, volume=volume,

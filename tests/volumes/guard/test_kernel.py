@@ -129,6 +129,29 @@ def test_a_file_that_a_writer_closes_meanwhile_is_no_doubt(monkeypatch: pytest.M
             process.kill()
 
 
+def test_the_open_device_of_a_writer_that_closes_other_files_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """At each look it has closed another one."""
+    readlink = os.readlink
+
+    def vanishes(path: str) -> str:
+        if path.endswith("/0"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return readlink(path)
+
+    with (
+        (tmp_path / "node").open("w") as node,
+        subprocess.Popen(["sleep", "infinity"], stdout=node) as process,
+    ):
+        monkeypatch.setattr(os, "readlink", vanishes)
+        closed = [
+            _started(process.pid).has_closed((7, 4000), doubt=doubt) for doubt in (False, True)
+        ]
+        process.kill()
+    assert closed == [False, False]
+
+
 def test_a_writer_of_many_files_counts_as_one_that_closed_the_device() -> None:
     script = (
         "import resource, sys\n"

@@ -458,9 +458,12 @@ async def test_between_looks_an_overdue_formatters_files_are_looked_at_rarely(
     monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(checks, "OVERDUE_CHECK_SECONDS", 0.05 if closes else 3600.0)
     looks = []
-    monkeypatch.setattr(
-        procfs.StartedProcess, "has_closed", lambda *_, **__: looks.append(1) or len(looks) > 1
-    )
+
+    def closed(*_: Any, **__: Any) -> bool:
+        looks.append(1)
+        return len(looks) > 1
+
+    monkeypatch.setattr(procfs.StartedProcess, "has_closed", closed)
     world.map[254, 99] = kernel.KernelLease(time.monotonic() - 5, 0)
     uses(world, formatter)
     known = steps.Known(DEVICE, overdue=world.map[254, 99])
@@ -514,7 +517,8 @@ async def test_an_operator_waits_for_a_formatter_at_work(
     held, world.map[254, 99] = world.map[254, 99], expired
     with pytest.raises(kit.errors.RefusedError) as refused:
         await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
-    assert f"kill {formatter.pid}; if that does not help, unmap" in refused.value.remedy
+    assert f"kill {formatter.pid}; if it does not end, its I/O hangs" in refused.value.remedy
+    assert "never unmap with force" in refused.value.remedy, "krbd refuses another unmap"
     world.map[254, 99] = held
     monkeypatch.setattr(procfs, "_HOST_PIDS", 1)  # here another process has its number
     with pytest.raises(kit.errors.RefusedError, match="pid namespace does not show") as refused:
