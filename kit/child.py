@@ -47,9 +47,10 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     return messages.result(out, Any)
 
 
-def hangs(function: Callable[..., Any], *first: Any) -> bool:
-    """Whether an abandoned call of it with this first argument still hangs."""
-    return processes.hanging(_about(function, *first)) > 0
+async def hangs(function: Callable[..., Any], *first: Any, seconds: float = 0.0) -> bool:
+    """Whether an abandoned call of it with this first argument still hangs. One that was killed a
+    moment ago may take ``seconds`` to end."""
+    return not await processes.settled(_about(function, *first), seconds)
 
 
 def _about(function: Callable[..., Any], *first: Any) -> str:

@@ -93,12 +93,14 @@ Backing = tuple[str, str, list[list[int]]]
 
 def backings() -> tuple[list[Backing], list[str]]:
     """The ``backing`` of each loop device; and the names of those that were not asked, for their
-    server may be dead. After a lazy unmount, or of another mount namespace, the path says nothing
-    for certain."""
+    server may be dead."""
     found, served, mounts = list[Backing](), [], mountinfo.of(1)
     for each in sorted(_BLOCK.glob("loop*/loop/backing_file")):
-        mount = mountinfo.containing(rbd_sysfs.text(str(each)), mounts)
-        if mount is not None and mount.target != "/" and _is_served(mount):
+        file = rbd_sysfs.text(str(each))
+        mount = mountinfo.containing(file, mounts)
+        # After a lazy unmount, or of another mount namespace, the path is of no file here.
+        here = mount is not None and not _is_served(mount)
+        if not (here and os.path.lexists(f"/proc/1/root{file}")):
             served.append(each.parents[1].name)
         else:
             found += backing(each.parents[1].name)

@@ -167,8 +167,8 @@ async def test_call_fails_at_once_while_an_equal_one_hangs(tmp_path: Path) -> No
     for argument in (2, 3, 4):
         with pytest.raises(kit.child.DeadlineError, match="earlier call still hangs"):
             await kit.child.call(called.hang_until, str(free), argument, deadline=0.2)
-    assert kit.child.hangs(called.hang_until, str(free))
-    assert not kit.child.hangs(called.hang_until, f"{free}2")
+    assert await kit.child.hangs(called.hang_until, str(free))
+    assert not await kit.child.hangs(called.hang_until, f"{free}2")
     assert kit.processes.hanging() == 1
     # What is about something else goes on.
     assert await kit.child.call(called.echo, str(free), deadline=waiting.limit(20)) == [str(free)]

@@ -1,6 +1,7 @@
 """Loop devices over files: they read as the disk below does."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,15 @@ def test_device_reads_ahead_as_the_disk_below(area: Path, wanted: int) -> None:
 def test_a_loop_device_that_may_lie_on_a_network_file_system_is_left_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dead server keeps the answer waiting. A path after a lazy unmount lies on the root only."""
-    files = ("/net/a", "/data/b", "/c", "/dev/nbd0", "/cluster/d", "/container/e")
+    """A dead server keeps the answer waiting. After its lazy unmount a path seems to lie elsewhere,
+    where no such file is."""
+    files = ("/net/a", "/data/b", "/c", "/dev/nbd0", "/cluster/d", "/container/e", "/f", "/data/g")
+    gone = {"/f", "/data/g"}
     for number, file in enumerate(files):
         (tmp_path / f"loop{number}" / "loop").mkdir(parents=True)
         (tmp_path / f"loop{number}" / "loop/backing_file").write_text(f"{file}\n")
     table = (
-        ("0:1", "/", "nfs4"), ("0:2", "/net", "nfs4"), ("8:1", "/data", "ext4"),
+        ("8:3", "/", "xfs"), ("0:2", "/net", "nfs4"), ("8:1", "/data", "ext4"),
         ("0:3", "/dev", "devtmpfs"), ("8:2", "/cluster", "gfs2"), ("0:4", "/container", "overlay"),
     )  # fmt: skip
     mounts = [
@@ -52,6 +55,9 @@ def test_a_loop_device_that_may_lie_on_a_network_file_system_is_left_to_others(
 
     monkeypatch.setattr(loop, "_BLOCK", tmp_path)
     monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)
+    monkeypatch.setattr(
+        os.path, "lexists", lambda path: path.removeprefix("/proc/1/root") in {*files} - gone
+    )
     monkeypatch.setattr(loop, "_node", node)
-    assert loop.backings() == ([], ["loop0"])
-    assert asked == [file for file in files if file != "/net/a"]
+    assert loop.backings() == ([], ["loop0", "loop6", "loop7"])
+    assert asked == [file for file in files if file not in {"/net/a", *gone}]

@@ -225,7 +225,8 @@ class Repairer:
         if step is Step.UNMAP:
             assert device is not None
             nbd = device.driver == "nbd"
-            backings = await scan.backings(scan.LOOPS_SECONDS) if nbd else []
+            # One that does not answer, for its server is dead, lies on no disk.
+            backings, _ = await scan.backings(scan.LOOPS_SECONDS) if nbd else ([], [])
             await kit.child.call(
                 executors.unmap, device.name, device.driver, list(device.number), device.diskseq,
                 device.client.mapping_id if device.client else "", backings,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
 LOOPS_SECONDS, _LOOP_SECONDS = 5.0, 2.0  # for all loop devices, and for one of a server
-_MOST_LOOPS_HANG = 4
+_MOST_LOOPS_HANG, _MOST_NAMES = 4, 8
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -187,30 +188,38 @@ async def _with_loops(inventory: Inventory, until: float) -> Inventory:
     file, which the scan must not. ``until``: CLOCK_MONOTONIC, the end of the scan's deadline."""
     left = min(LOOPS_SECONDS, until - time.monotonic())
     try:
-        found = await backings(max(left, 0.0))
+        found, silent = await backings(max(left, 0.0))
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         gaps = (*inventory.gaps, f"loop devices: {error}")
         return dataclasses.replace(inventory, gaps=gaps)
     users = inventory.users + tuple(holders.loops(found, set(inventory.users_of)))
-    return dataclasses.replace(inventory, users=users)
+    gaps = inventory.gaps
+    if silent:
+        gaps += (f"loop devices: no answer of {kit.errors.some(silent, _MOST_NAMES)}",)
+    return dataclasses.replace(inventory, users=users, gaps=gaps)
 
 
-async def backings(deadline: float) -> list[loop.Backing]:
-    """What each loop device lies on. One whose file may have a dead server is asked by a child of
-    its own, and left out when that hangs. AgentError, OSError, RuntimeError."""
+async def backings(deadline: float) -> tuple[list[loop.Backing], list[str]]:
+    """What each loop device lies on; and the names of those that did not answer. One whose file may
+    have a dead server is asked by a child of its own. AgentError, OSError, RuntimeError."""
     until = time.monotonic() + deadline
     found, served = await kit.child.call(loop.backings, deadline=deadline)
-    names = [name for name in served if not kit.child.hangs(loop.backing, name)]
-    most = _MOST_LOOPS_HANG - (len(served) - len(names))
+    names = [name for name in served if not await kit.child.hangs(loop.backing, name)]
+    most, silent = _MOST_LOOPS_HANG - (len(served) - len(names)), set(served)
+    random.shuffle(names)  # those with a dead server take the turns of other ones each time
 
     async def ask() -> None:
-        with contextlib.suppress(kit.errors.AgentError, RuntimeError):
-            while names and (left := until - time.monotonic()) > 0:
-                wait = min(left, _LOOP_SECONDS)
-                found.extend(await kit.child.call(loop.backing, names.pop(), deadline=wait))
+        while names and (left := until - time.monotonic()) > 0:
+            name, wait = names.pop(), min(left, _LOOP_SECONDS)
+            try:
+                found.extend(await kit.child.call(loop.backing, name, deadline=wait))
+                silent.remove(name)
+            except (kit.errors.AgentError, RuntimeError):
+                if await kit.child.hangs(loop.backing, name, seconds=left):
+                    return
 
     await asyncio.gather(*(ask() for _ in range(most)))
-    return list(found)
+    return list(found), sorted(silent)
 
 
 # -- the child ---------------------------------------------------------------------------------

@@ -406,31 +406,41 @@ async def test_a_loop_device_whose_file_hangs_costs_the_loop_devices_alone(
     assert len(found.gaps) == hangs
 
 
-@pytest.mark.parametrize("hung", [0, 3, 4])
+@pytest.mark.parametrize(
+    ("hung", "ends"), [(0, True), (0, False), (3, True), (3, False), (4, True)]
+)
 async def test_loop_devices_of_servers_are_asked_each_by_itself(
-    monkeypatch: pytest.MonkeyPatch, hung: int
+    monkeypatch: pytest.MonkeyPatch, hung: int, ends: bool
 ) -> None:
     """One whose path looks served may lie on a disk: the path is of another mount namespace. So
-    many hang since an earlier scan."""
-    names = [f"loop{number}" for number in range(12)]
-    asked: list[str] = []
+    many hang since an earlier scan. Of five others the server is dead; the child that asked
+    ``ends`` when it is killed."""
+    names = [f"loop{number}" for number in range(20)]
+    hanging, dead = set(names[:hung]), set(names[15:])
 
     async def call(function: object, *name: str, deadline: float) -> object:
         assert 0 < deadline <= scan.LOOPS_SECONDS
         if function is loop.backings:
             return [], names
-        asked.extend(name)
         await asyncio.sleep(0)
-        if name[0] == "loop11":
+        if name[0] in dead:
+            hanging.update(() if ends else name)
+            assert len(hanging) <= 4, "no more of them than that hang at once"
             raise kit.processes.DeadlineError("backing", "no answer within 2s", "")
         return [(name[0], "/x", [[8, 1]])]
 
+    async def hangs(_: object, name: str, *, seconds: float = 0.0) -> bool:
+        return name in hanging
+
     monkeypatch.setattr(kit.child, "call", call)
-    monkeypatch.setattr(kit.child, "hangs", lambda _, name: name in names[:hung])
-    found = [name for name, _, _ in await scan.backings(5.0)]
-    if hung == 4:
-        assert not asked, "no more of them than that hang at once"
-    elif hung == 3:
-        assert asked == ["loop11"]
-    else:
-        assert sorted(found) == sorted(names[:11])
+    monkeypatch.setattr(kit.child, "hangs", hangs)
+    answered = set()
+    for _ in range(1 if ends else 100):
+        hanging = set(names[:hung])
+        found, silent = await scan.backings(5.0)
+        now = {name for name, _, _ in found}
+        assert sorted([*now, *silent]) == sorted(names)
+        answered |= now
+    assert answered == (set() if hung == 4 else set(names[hung:15])), "each has its turn"
+    inventory = await scan._with_loops(INVENTORY, time.monotonic() + 60)
+    assert inventory.gaps[-1].startswith("loop devices: no answer of ")
