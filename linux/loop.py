@@ -100,7 +100,7 @@ def backings() -> tuple[list[Backing], list[str]]:
         mount = mountinfo.containing(file, mounts)
         # After a lazy unmount, or of another mount namespace, the path is of no file here.
         here = mount is not None and not _is_served(mount)
-        if not (here and os.path.lexists(f"/proc/1/root{file}")):
+        if not (here and file != "/" and os.path.lexists(f"/proc/1/root{file}")):
             served.append(each.parents[1].name)
         else:
             found += backing(each.parents[1].name)

@@ -33,8 +33,10 @@ def test_a_loop_device_that_may_lie_on_a_network_file_system_is_left_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead server keeps the answer waiting. After its lazy unmount a path seems to lie elsewhere,
-    where no such file is."""
-    files = ("/net/a", "/data/b", "/c", "/dev/nbd0", "/cluster/d", "/container/e", "/f", "/data/g")
+    where no such file is. That of a file's own mount is "/" then."""
+    files = (
+        "/net/a", "/data/b", "/c", "/dev/nbd0", "/cluster/d", "/container/e", "/f", "/data/g", "/",
+    )  # fmt: skip
     gone = {"/f", "/data/g"}
     for number, file in enumerate(files):
         (tmp_path / f"loop{number}" / "loop").mkdir(parents=True)
@@ -59,5 +61,5 @@ def test_a_loop_device_that_may_lie_on_a_network_file_system_is_left_to_others(
         os.path, "lexists", lambda path: path.removeprefix("/proc/1/root") in {*files} - gone
     )
     monkeypatch.setattr(loop, "_node", node)
-    assert loop.backings() == ([], ["loop0", "loop6", "loop7"])
-    assert asked == [file for file in files if file not in {"/net/a", *gone}]
+    assert loop.backings() == ([], ["loop0", "loop6", "loop7", "loop8"])
+    assert asked == [file for file in files if file not in {"/net/a", "/", *gone}]

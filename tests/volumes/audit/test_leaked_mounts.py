@@ -245,7 +245,9 @@ def test_a_loop_device_that_kubelet_left_on_a_raw_block_volume_is_a_user(stage: 
     stages.run("umount", "-l", bound)
     rdev = os.stat(f"/dev/{device}").st_rdev
     number = os.major(rdev), os.minor(rdev)
-    (user,) = holders.loops(loop.backings()[0], {number})
+    found, others = loop.backings()
+    found += [each for name in others for each in loop.backing(name)]
+    (user,) = holders.loops(found, {number})
     stages.run("losetup", "-d", f"/dev/{above}")  # its file has no path any more, so no other does
     assert (user.owner.label, user.device) == (f"loop device {above}", number)
 
