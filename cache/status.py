@@ -414,9 +414,9 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             f"dataset {shown.name} was perhaps filled from another source of that name: "
             f"{shown.current.unproven}"
         )
-        verify = f"'nodeagent dataset verify {shown.name} --source' compares every byte; "
+        comparison = f"'nodeagent dataset verify {shown.name} --source' compares every byte; "
         advice = (
-            f"{'' if shown.source.block else verify}'nodeagent dataset remove {shown.name}' "
+            f"{'' if shown.source.block else comparison}'nodeagent dataset remove {shown.name}' "
             f"and 'nodeagent dataset warm {shown.name}' fill it again"
         )
         yield finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)

@@ -71,9 +71,9 @@ class Withdraw:
         number = self._index.find(path)
         try:
             with tree.opened(root, path) as directory:
-                # What was lost may have changed the directory's time, too.
-                known = None if number is None else self._index.directory(number).attributes
-                mtime_ns = known.mtime_ns if known else os.fstat(directory).st_mtime_ns
+                mtime_ns = os.fstat(directory).st_mtime_ns
+                if number is not None:  # what was lost may have changed the directory's time
+                    mtime_ns = self._index.directory(number).attributes.mtime_ns
                 for name in names:
                     large.forget(self._top, directory, name)
                     tree.remove(directory, name)

@@ -72,6 +72,26 @@ def run(script: str, folder: Path, timeout: float = waiting.limit(180.0)) -> Res
     return Result(int(ended[1]) if ended else None, text)
 
 
+def program(
+    words: Sequence[str],
+    folder: Path,
+    before: str,
+    passed: Sequence[str] = (),
+    timeout: float = waiting.limit(500.0),
+) -> Result:
+    """``run`` of a Python program of this checkout. ``words``: it and its arguments. ``before``:
+    commands that go first. ``passed``: variables of our environment that it gets."""
+    path, root = f"{ROOT}/.venv/bin:{os.environ['PATH']}", str(ROOT)
+    wanted = (patience.NAME, *passed)
+    given = {name: os.environ[name] for name in wanted if name in os.environ}
+    exported = "".join(f"export {name}={shlex.quote(given[name])}\n" for name in given)
+    script = (
+        f"export PATH={shlex.quote(path)} PYTHONPATH={shlex.quote(root)}\n"
+        f"{exported}cd {shlex.quote(root)}\n{before}\npython {shlex.join(words)}\n"
+    )
+    return run(script, folder, timeout)
+
+
 @contextlib.contextmanager
 def address() -> Iterator[str]:
     """An address on the host's loopback device that the guest reaches too. The kernel takes it back
@@ -95,7 +115,7 @@ def address() -> Iterator[str]:
 
 
 def replay(
-    program: Path,
+    script: Path,
     folder: Path,
     images: Sequence[str],
     size: str,
@@ -118,18 +138,10 @@ def replay(
             cluster.run("rbd", "pool", "init", "rbd")
             for image in images:
                 cluster.run("rbd", "create", "--size", size, f"rbd/{image}")
-            path, root = f"{ROOT}/.venv/bin:{os.environ['PATH']}", str(ROOT)
-            wanted = (patience.NAME, *passed)
-            given = {name: os.environ[name] for name in wanted if name in os.environ}
-            exported = "".join(f"export {name}={shlex.quote(given[name])}\n" for name in given)
             words = ("/mnt/ceph.conf", cluster.monitor, "/mnt/keyring", cluster.secret())
-            modules = "rbd nbd ext4 xfs dm_crypt xts loop"
-            script = (
-                f"export PATH={shlex.quote(path)} PYTHONPATH={shlex.quote(root)}\n"
-                f"{exported}cd {shlex.quote(root)}\nmodprobe -a {modules}\n"
-                f"python {shlex.join((str(program), *words))}\n"
-            )
-            # Emulation on a busy machine.
-            return run(script, seen, timeout=waiting.limit(2000)), cluster.fsid
+            modules = "modprobe -a rbd nbd ext4 xfs dm_crypt xts loop"
+            patient = waiting.limit(2000)  # emulation on a busy machine
+            result = program((str(script), *words), seen, modules, passed, patient)
+            return result, cluster.fsid
         finally:
             cluster.stop()

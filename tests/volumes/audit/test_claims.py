@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import guest, waiting
+from tests.testbed import guest
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
 
@@ -101,13 +101,8 @@ async def test_a_volume_whose_device_has_gone(stage: Stage, mounted: bool) -> No
 @pytest.mark.timeout(600)
 def test_disks_that_are_unplugged(tmp_path: Path) -> None:
     script = Path(__file__).with_name("guest_claims.py")
-    path = f"{guest.ROOT}/.venv/bin:{os.environ['PATH']}"
-    result = guest.run(
-        f"export PATH={path} PYTHONPATH={guest.ROOT}\ncd {guest.ROOT}\n"
-        "modprobe -a loop sd_mod dm_mod dm_crypt xts ecb algif_skcipher ext4\n"
-        f"python {script}\n",
-        tmp_path, timeout=waiting.limit(500),
-    )  # fmt: skip
+    modules = "modprobe -a loop sd_mod dm_mod dm_crypt xts ecb algif_skcipher ext4"
+    result = guest.program([str(script)], tmp_path, modules)
     assert result.exit == 0, result.text[-4000:]
     two, gone = "two-claims-one-device", "claim-device-gone"
     assert result.marked("check") == [

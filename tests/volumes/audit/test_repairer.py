@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,9 @@ async def test_agent_killed_while_it_unmaps_goes_on_and_its_attempt_counts(
 
     call = kit.child.call
 
-    async def for_ever(function: object, *words: object, deadline: float) -> object:
+    async def for_ever(function: Callable[..., Any], *words: Any, deadline: float) -> Any:
         if function is not executors.unmap:
-            return await call(function, *words, deadline=deadline)  # type: ignore[arg-type]
+            return await call(function, *words, deadline=deadline)
         under_way.set()
         await asyncio.Event().wait()
         return 1

@@ -305,7 +305,8 @@ def test_a_formatter_may_open_the_device_again_and_the_next_may_not(
         assert guarded.run("fsck", "-a", device).returncode in (0, 4, 8), "an opener may"
 
 
-# Opens the device and says so; at each line it is told, it opens it once more or writes.
+# It opens the device and prints a line. For each line that it reads, it opens the device again or
+# writes to it.
 _FIRST = """
 import os, sys, threading
 device, held = sys.argv[1], []

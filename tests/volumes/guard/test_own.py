@@ -255,12 +255,8 @@ def test_a_loop_device_on_a_guarded_one_is_only_reported(
 @pytest.mark.timeout(600)
 def test_the_device_mapper_in_a_guest(tmp_path: Path) -> None:
     script = Path(__file__).with_name("guest_scope.py")
-    path = f"{guest.ROOT}/.venv/bin:{os.environ['PATH']}"
-    result = guest.run(
-        f"export PATH={path} PYTHONPATH={guest.ROOT}\ncd {guest.ROOT}\n"
-        f"modprobe -a loop dm_mod ext4\npython {script}\n",
-        tmp_path, timeout=waiting.limit(500),
-    )  # fmt: skip
+    modules = "modprobe -a loop dm_mod ext4"
+    result = guest.program([str(script)], tmp_path, modules)
     assert result.exit == 0, result.text[-4000:]
     assert result.marked("check") == [
         *("made used 0", "made spare 0", "mounted 0"),

@@ -150,7 +150,7 @@ async def test_looks_go_on_after_any_error_and_less_and_less_often(
     devices.apply(guard, wanted, 1)
     assert guard.did == [], "nobody waits for a look"
     devices.start()
-    # What it saw is told after what it did.
+    # The look sets ``seen`` only after its last call.
     await _until(lambda: last in guard.did and not devices.seen.problem)
     await devices.stop()
     assert pauses == [1, 2, 3]

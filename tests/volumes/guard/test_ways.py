@@ -215,13 +215,8 @@ def test_the_read_only_state_can_be_taken_back(disk: Disk) -> None:
 @pytest.mark.timeout(600)
 def test_ways_of_the_device_mapper_and_scsi_in_a_guest(tmp_path: Path) -> None:
     script = Path(__file__).with_name("guest_ways.py")
-    path = f"{guest.ROOT}/.venv/bin:{os.environ['PATH']}"
-    result = guest.run(
-        f"export PATH={path} PYTHONPATH={guest.ROOT}\ncd {guest.ROOT}\n"
-        "modprobe -a dm_mod sd_mod sg\nmodprobe scsi_debug dev_size_mb=64\n"
-        f"python {script}\n",
-        tmp_path, timeout=waiting.limit(500),
-    )  # fmt: skip
+    modules = "modprobe -a dm_mod sd_mod sg; modprobe scsi_debug dev_size_mb=64"
+    result = guest.program([str(script)], tmp_path, modules)
     assert result.exit == 0, result.text[-4000:]
     assert result.marked("check") == [
         "device refused", "SG_IO wrote", "dm from before wrote", "dm from now refused",
