@@ -435,7 +435,9 @@ async def test_a_look_that_hangs_keeps_no_blank_volume_from_its_next_lease(
     free = threading.Event()
     monkeypatch.setattr(checks, "_WRITERS", kit.tasks.Apart("files of writers"))
     monkeypatch.setattr(checks, "WRITER_SECONDS", 0.1)
-    monkeypatch.setattr(procfs.StartedProcess, "has_closed", lambda *_, **__: free.wait(60))
+    monkeypatch.setattr(
+        procfs.StartedProcess, "has_closed", lambda *_, **__: free.wait(waiting.limit(60))
+    )
     await world.checked()
     uses(world, shell)
     try:
@@ -457,19 +459,24 @@ async def test_between_looks_an_overdue_formatters_files_are_looked_at_rarely(
     """Its end is seen at once, and costs little."""
     monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(checks, "OVERDUE_CHECK_SECONDS", 0.05 if closes else 3600.0)
-    looks = []
+    looks, asked, has_ended = [], [], procfs.StartedProcess.has_ended
 
     def closed(*_: Any, **__: Any) -> bool:
         looks.append(1)
         return len(looks) > 1
 
+    def ended(process: procfs.StartedProcess) -> bool:
+        asked.append(1)
+        return has_ended(process)
+
     monkeypatch.setattr(procfs.StartedProcess, "has_closed", closed)
+    monkeypatch.setattr(procfs.StartedProcess, "has_ended", ended)
     world.map[254, 99] = kernel.KernelLease(time.monotonic() - 5, 0)
     uses(world, formatter)
     known = steps.Known(DEVICE, overdue=world.map[254, 99])
     rest = asyncio.create_task(world.manager.checks.rest(known, asyncio.Event(), 3600.0))
     if not closes:
-        await asyncio.wait([rest], timeout=0.1)
+        await waiting.until_async(lambda: len(asked) > 2, 30, "three questions whether it ended")
         assert not rest.done()
         formatter.kill()
         formatter.wait()
