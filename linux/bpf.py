@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP_DEVICE = 6  # enum bpf_attach_type
+import kit.files
+
+CGROUP_DEVICE, _TRACE_ITER = 6, 28  # enum bpf_attach_type
 ALLOW_MULTI = 2  # other programs, above and below, are asked too; all must agree
 MOST_PROGRAMS = 64  # BPF_CGROUP_MAX_PROGS of the kernel
 IF_NEW, IF_THERE = 1, 2  # BPF_NOEXIST, BPF_EXIST
-_LOG_KEPT = 4096
+_LOG_KEPT, _READ_BYTES = 4096, 65536
 
 _Print = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 _Sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -55,6 +57,8 @@ def _library() -> ctypes.CDLL:
         "bpf_obj_pin": (number, [number, text]),
         "bpf_obj_get": (number, [text]),
         "bpf_raw_tracepoint_open": (number, [text, number]),
+        "bpf_link_create": (number, [number, number, number, pointer]),
+        "bpf_iter_create": (number, [number]),
         "bpf_map_update_elem": (number, [number, pointer, pointer, ctypes.c_uint64]),
         "bpf_map_lookup_elem": (number, [number, pointer, pointer]),
         "bpf_map_delete_elem": (number, [number, pointer]),
@@ -178,6 +182,11 @@ class Program(Descriptor):
         """Attach to the tracepoint that the program's section names. It ends with the link."""
         return BpfLink(_checked(_library().bpf_raw_tracepoint_open(None, self.fd), "bpf trace"))
 
+    def iterate(self) -> "BpfLink":
+        """Of an iterator: what ``BpfLink.read`` reads."""
+        made = _library().bpf_link_create(self.fd, 0, _TRACE_ITER, None)
+        return BpfLink(_checked(made, "bpf iterator"))
+
     def detach(self, cgroup: int) -> None:
         _checked(_library().bpf_prog_detach2(self.fd, cgroup, CGROUP_DEVICE), "bpf detach")
 
@@ -188,6 +197,17 @@ class BpfLink(Descriptor):
     @classmethod
     def at(cls, path: Path) -> "BpfLink":
         return cls(_checked(_library().bpf_obj_get(os.fsencode(path)), f"pin {path}"))
+
+    def read(self) -> bytes:
+        """All that an iterator writes in one run. Not for the loop: it may visit many objects."""
+        found = bytearray()
+        fd = _checked(_library().bpf_iter_create(self.fd), "bpf iterator")
+        with kit.files.closing(fd):
+            while True:
+                with contextlib.suppress(BlockingIOError):  # it has visited a million: go on
+                    if not (part := os.read(fd, _READ_BYTES)):
+                        return bytes(found)
+                    found += part
 
     def program(self) -> Program:
         raw = self._info(ctypes.create_string_buffer(64))

@@ -5,12 +5,11 @@ import errno
 import os
 import re
 import struct
-import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from linux import mountinfo, syscalls
+from linux import syscalls
 
 _FILEID_KERNFS = 0xFE  # name_to_handle_at(2): the file handle of a cgroup is its id
 # cgroupfs and systemd write a pod's UID with '-' or '_'.
@@ -18,10 +17,6 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_PIDS = 0xEFFFFFFC  # linux/proc_ns.h: inode of the namespace in which the kernel counts
-_FD_FLAGS = re.compile(rb"^flags:\s*([0-7]+)", re.MULTILINE)
-_FD_MOUNT = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
-_NO_DISKS = ("/memfd:", "/dev/pts/")  # besides pipes and sockets, which have no path
-_LOOKS, _FILES_SECONDS = 5, 0.5  # at the files of a process that closes some meanwhile
 # File systems whose files are asked for: no server and no cluster keeps the answer waiting.
 LOCAL = frozenset({
     "devtmpfs", "tmpfs", "ramfs", "rootfs", "devpts", "proc", "sysfs", "cgroup", "cgroup2", "bpf",
@@ -62,61 +57,6 @@ class StartedProcess(NamedTuple):
         fields = stat.rpartition(")")[2].split()
         same = int(fields[19]) == self.started * os.sysconf("SC_CLK_TCK") // 10**9
         return not same or (fields[0] in "ZX" and int(fields[17]) < 2)
-
-    def has_closed(self, device: tuple[int, int], *, doubt: bool = False) -> bool:
-        """It has no descriptor of the device. ``doubt``: the answer where that cannot be told, or
-        not in ``_FILES_SECONDS``. Not for the loop: many files."""
-        until = time.monotonic() + _FILES_SECONDS
-        for _ in range(_LOOKS):
-            try:
-                has = self._has(device, until)
-                return doubt if has is None else not has
-            except FileNotFoundError:
-                pass
-            except OSError:
-                break
-        return doubt
-
-    def _has(self, device: tuple[int, int], until: float) -> bool | None:
-        """Whether it has a descriptor of the device; None: that cannot be told. FileNotFoundError:
-        it has closed another one meanwhile, or has ended."""
-        home, place = f"/proc/{self.pid}", syscalls.Statx(syscalls.TYPE)
-        if not sees_host():
-            return None
-        # Its streams may be of the host's mounts, which a service does not see.
-        mounts = {each.mount_id: each for pid in (1, self.pid) for each in mountinfo.of(pid)}
-        found: bool | None = None  # without a file: its first thread has ended, others may not
-        sure, closed = True, None
-        with os.scandir(f"{home}/fd") as files:
-            for each in files:
-                if time.monotonic() > until:
-                    return None
-                found = False
-                try:
-                    path = os.readlink(each.path)
-                    if path[:1] != "/" or path.startswith(_NO_DISKS) or path == os.devnull:
-                        continue
-                    about = Path(f"{home}/fdinfo/{each.name}").read_bytes()
-                except FileNotFoundError as error:
-                    closed = error  # meanwhile; the device may follow
-                    continue
-                flags, number = _FD_FLAGS.search(about), _FD_MOUNT.search(about)
-                mount = mounts.get(int(number[1])) if number else None
-                writes = not flags or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
-                # What is open for writing on an overlay lies on the disk of its upper directory.
-                local = LOCAL | {"overlay"} if writes else LOCAL
-                if mount is not None and mount.fstype in local:
-                    file = place(each.path)
-                    if file is not None and file.is_block and file.node == device:
-                        return True
-                    sure = sure and file is not None
-                elif writes and (mount is None or "nodev" not in mount.options):
-                    # It may be a node of the device: on no mount that the process sees, or on a
-                    # file system that may never answer.
-                    sure = False
-        if closed is not None:
-            raise closed
-        return found if sure else None
 
 
 def sees_host() -> bool:

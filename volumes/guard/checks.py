@@ -16,7 +16,7 @@ import kit.tasks
 from ceph.protocol import Extents
 from linux import blockdev, procfs
 from volumes import settings
-from volumes.guard import lease
+from volumes.guard import kernel, lease
 from volumes.guard.holds import Holds
 from volumes.guard.kernel import KernelLease
 from volumes.guard.steps import Executor, Known, Turn, missing, untouched, with_cluster
@@ -31,10 +31,10 @@ log = structlog.get_logger("volumes")
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 # Between checks while the writer of an expired lease is at work: each reads the device.
 OVERDUE_CHECK_SECONDS, LONGEST_OVERDUE_SECONDS = 10.0, 300.0
-WRITER_SECONDS = 1.0  # for a look at the files of a process
+WRITING_SECONDS = 5.0  # of the kernel, for all open files of the node
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
 
-_WRITERS = kit.tasks.Apart("files of writers")
+_WRITING = kit.tasks.Apart("open files")
 
 
 class Checks:
@@ -50,6 +50,7 @@ class Checks:
     ) -> None:
         self.settings = wanted
         self.executor = executor
+        self.writing = kernel.writing
         self.prober = prober.Prober(wanted.probe_timeout)
         self.published = raw_block.PublishedDevice(raw_block.published(raw_block.host_table()))
         self.verdicts: dict[str, int] = {}
@@ -179,31 +180,30 @@ class Checks:
         return lease.at_work(known.writer, seen=procfs.sees_host())
 
     async def is_over(self, held: KernelLease | None, number: blockdev.Number) -> bool:
-        """Whether the lease's writer has ended, or has nothing open with which it could write, as
-        one that only asked whether it may. What cannot be told counts until the lease's end."""
+        """Whether the lease's writer has ended, or has the device no longer open for writing, as
+        one that only asked whether it may. In doubt neither."""
         if held is None or held.writer is None or held.is_everybodys:
             return False
         if not held.at_work:
             return True
-        expired = time.monotonic() > held.until
+        if not procfs.sees_host():
+            return False
         try:
-            async with asyncio.timeout(WRITER_SECONDS):
-                return await _WRITERS.call(held.writer.has_closed, number, doubt=expired)
-        except TimeoutError:
-            return expired
+            async with asyncio.timeout(WRITING_SECONDS):
+                writing = await _WRITING.call(self.writing, number)
+        except (OSError, TimeoutError):
+            return False
+        return held.writer not in writing
 
     async def rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
         """Until the next look, which comes at once when the writer of an expired lease is over."""
         until = time.monotonic() + wait
-        overdue = known.overdue if known is not None else None
-        files_at = time.monotonic() + OVERDUE_CHECK_SECONDS  # they are many
-        while known is not None and overdue is not None and time.monotonic() < until:
-            if await kit.tasks.until(again, LEASED_CHECK_SECONDS) or not overdue.at_work:
-                return
-            if time.monotonic() > files_at:
-                if await self.is_over(overdue, known.device.number):
+        if known is not None and known.overdue is not None:
+            while (left := until - time.monotonic()) > 0:
+                if await kit.tasks.until(again, min(left, LEASED_CHECK_SECONDS)):
                     return
-                files_at = time.monotonic() + OVERDUE_CHECK_SECONDS
+                if await self.is_over(known.overdue, known.device.number):
+                    return
         await kit.tasks.until(again, max(0.0, until - time.monotonic()))
 
     async def _conclude(

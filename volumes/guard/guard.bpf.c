@@ -24,6 +24,9 @@ enum { ALLOWED = 1, NEVER, TAKES_VALUE };   // of a word: a command; one that ne
 #define SECOND 1000000000ull
 #define TOLD 16             // denials of one caller on one device in a second that are reported
 #define TOLD_OF_DEVICE 64   // of all callers on one device
+#define S_IFMT 00170000
+#define S_IFBLK 0060000
+#define FMODE_WRITE 2
 #define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
 
 struct mm_struct { unsigned long arg_start, arg_end; } __attribute__((preserve_access_index));
@@ -40,6 +43,16 @@ struct device { __u32 major, minor; };
 struct lease { __u64 until_ns, opens, diskseq, grace_ns; };
 struct writer { __u64 started_ns, pid; };   // a process: its number may be another's later. Without a pid: everybody
 struct backing_dev_info { char dev_name[64]; } __attribute__((preserve_access_index));
+struct inode { __u16 i_mode; __u32 i_rdev; } __attribute__((preserve_access_index));
+struct file { struct inode *f_inode; __u32 f_mode; } __attribute__((preserve_access_index));
+struct bpf_iter_meta { struct seq_file *seq; } __attribute__((preserve_access_index));
+struct bpf_iter__task_file {
+	struct bpf_iter_meta *meta;
+	struct task_struct *task;
+	__u32 fd;
+	struct file *file;
+} __attribute__((preserve_access_index));
+struct holder { struct device dev; struct writer process; };
 struct word { char name[NAME], text[WORD]; };
 struct caller { struct device dev; __u64 cgroup; char name[NAME]; };
 struct heard { __u64 since_ns, told, held_back; };   // held_back: counted only, since it was first heard
@@ -293,6 +306,28 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 		bpf_map_update_elem(&devices, number, &yes, BPF_ANY);
 	else
 		bpf_map_delete_elem(&devices, number);
+	return 0;
+}
+
+// Not attached: the agent reads from it who has which block device open for writing. The kernel calls it for each open
+// file of each process; it waits for no file system, and a node of the device may lie in any mount namespace.
+SEC("iter/task_file") int nodeagent_open(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct inode *inode;
+	struct holder holder = {};
+
+	if (!task || !file || !(file->f_mode & FMODE_WRITE))
+		return 0;
+	inode = file->f_inode;
+	if ((inode->i_mode & S_IFMT) != S_IFBLK)
+		return 0;
+	holder.dev.major = inode->i_rdev >> 20;
+	holder.dev.minor = inode->i_rdev & 0xfffff;
+	holder.process.started_ns = task->group_leader->start_boottime;
+	holder.process.pid = task->tgid;
+	bpf_seq_write(ctx->meta->seq, &holder, sizeof(holder));
 	return 0;
 }
 

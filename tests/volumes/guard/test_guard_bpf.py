@@ -362,7 +362,7 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
         ]
         writer = guard.leases()[number].writer
         assert writer is not None and writer.pid == first.pid and not writer.has_ended()
-        assert not writer.has_closed(number)
+        assert writer in kernel.writing(number)
         # Another process with its number, later.
         guard.maps["writers"].set(
             struct.pack("=II", *number), struct.pack("=QQ", writer.started - 10**7, writer.pid)
@@ -379,6 +379,55 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
         guard.free(number)
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+
+
+# Opens the device in each way, and keeps its files open. Its first thread may
+# end. What lies on a file system that never answers is not asked for: only the kernel is.
+_OPENED = """
+import ctypes, os, sys, threading
+way, device = sys.argv[1:]
+libc = ctypes.CDLL(None, use_errno=True)
+if way == "unmounted":
+    libc.unshare(0x20000)
+    libc.mount(b"none", b"/", None, (1 << 18) | 16384, None)
+    assert libc.mount(b"tmpfs", b"/mnt", b"tmpfs", 0, None) == 0
+    os.mknod("/mnt/disk", 0o60600, os.stat(device).st_rdev)
+    device = "/mnt/disk"
+if way == "many":
+    others = [open("/dev/null", "w") for _ in range(900)]
+held = os.open(device, os.O_RDONLY if way == "reads" else os.O_RDWR)
+if way == "unmounted":
+    assert libc.umount2(b"/mnt", 2) == 0
+if way == "closed":
+    os.close(held)
+print("ready", flush=True)
+if way == "thread":
+    threading.Thread(target=sys.stdin.read).start()
+    libc.pthread_exit(0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("way", "writes"), [
+    ("open", True), ("many", True), ("thread", True), ("unmounted", True),
+    ("reads", False), ("closed", False),
+])  # fmt: skip
+def test_the_kernel_says_who_has_a_device_open_for_writing(
+    guarded: cell.Cell, tmp_path: Path, way: str, writes: bool
+) -> None:
+    """In whatever mount namespace, by whatever path."""
+    with _leased(guarded, tmp_path) as (device, number, guard):
+        program = guarded.popen(sys.executable, "-c", _OPENED, way, device)
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "ready\n"
+            writer = guard.leases()[number].writer
+            assert (program.pid in {each.pid for each in kernel.writing(number)}) == writes
+            assert (writer in kernel.writing(number)) == writes
+            assert kernel.writing((number[0], number[1] + 1)) == frozenset()
+        finally:
+            program.kill()
+            program.communicate()
+        assert kernel.writing(number) == frozenset()
 
 
 def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:

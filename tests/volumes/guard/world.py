@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class World:
         self.beats = 0
         self.holds = Holds(self.did)
         self.map: dict[blockdev.Number, kernel.KernelLease] = {}
+        self.writing: Callable[[blockdev.Number], set[procfs.StartedProcess]]
+        self.writing = lambda _: set()
         self.ledger = store.LedgerStore(folder)
         self.ledger.load()
         monkeypatch.setattr(blockdev, "identify", self._identify)
@@ -103,6 +106,7 @@ class World:
             steps.Executor(self, self.ledger, self, witness()),  # type: ignore[arg-type]
             errors,
         )
+        made.checks.writing = lambda number: frozenset(self.writing(number))
         made.checks.prober = self  # type: ignore[assignment]
         made.holds = made.checks._holds = self.holds  # type: ignore[assignment]
         return made
