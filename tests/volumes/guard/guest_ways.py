@@ -49,6 +49,10 @@ def linear(name: str, disk: str, start: int) -> None:
     run("dmsetup", "create", name, "--table", f"0 8192 linear {disk} {start}")
 
 
+def writers(number: kernel.Number) -> set[int]:
+    return {each.pid for each in kernel.writing(number)}
+
+
 def main() -> None:
     os.environ["DM_DISABLE_UDEV"] = "1"
     models = {each: Path(f"/sys/block/{each}/device/model") for each in os.listdir("/sys/block")}
@@ -57,11 +61,15 @@ def main() -> None:
     disk = f"/dev/{name}"
     rdev = os.stat(disk).st_rdev
     linear("before", disk, 0)
+    held = os.open(disk, os.O_WRONLY)
     guard = kernel.Kernel(kernel.find_cgroup(), Path("/sys/fs/bpf/nodeagent"))
     number = os.major(rdev), os.minor(rdev)
     wanted = kernel.wanted(settings.GuardSettings(), kernel.Mode.ENFORCE, {}, frozenset({number}))
     guard.apply(wanted)
     say(f"device {wrote(disk)}")
+    say(f"open for writing by us: {os.getpid() in writers(number)}")
+    os.close(held)
+    say(f"open for writing by us: {os.getpid() in writers(number)}")
     sg_write(f"/dev/{generic}", 65536)
     with open(disk, "rb") as opened:
         opened.seek(65536 * 512)

@@ -219,7 +219,8 @@ def test_ways_of_the_device_mapper_and_scsi_in_a_guest(tmp_path: Path) -> None:
     result = guest.program([str(script)], tmp_path, modules)
     assert result.exit == 0, result.text[-4000:]
     assert result.marked("check") == [
-        "device refused", "SG_IO wrote", "dm from before wrote", "dm from now refused",
+        "device refused", "open for writing by us: True", "open for writing by us: False",
+        "SG_IO wrote", "dm from before wrote", "dm from now refused",
     ]  # fmt: skip
 
 
