@@ -21,6 +21,7 @@ import structlog
 
 import kit.errors
 import kit.line_worker
+import kit.messages
 from linux import blockdev
 from volumes.guard import lease
 
@@ -43,7 +44,7 @@ _opened = contextlib.ExitStack()  # of the child, until it ends
 
 def main() -> None:
     """The child process: have one device open until the agent closes the pipe."""
-    kit.line_worker.serve(Request, hold)
+    kit.messages.serve(Request, hold)
 
 
 def hold(asked: Request) -> bool:
