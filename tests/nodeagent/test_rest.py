@@ -1,13 +1,20 @@
 """What an agent at rest and its children load: it stays in memory as long as they run, on every
 node. 'make bench' measures how much it is (cache: rest)."""
 
+import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import nodeagent
 from tests.testbed import waiting
+
+PRODUCT = Path(nodeagent.__file__).parents[1]
+ROOMS = ("nodeagent", "cache", "volumes", "preheat", "kube", "ceph", "linux", "kit")
 
 # Loads what 'nodeagent run' loads for a file, and starts nothing.
 AGENT = """
@@ -26,6 +33,7 @@ agent = app.Agent(file, configfile.load_or_last(file, None))
 server.application(agent.state, served.door(agent.state))
 print(*sys.modules)
 """
+OF_THE_AGENT = {"aiohttp", "asyncio", "pydantic", "ssl", "structlog"}
 FOR_PEOPLE = {"rich", "pygments"}
 OF_CHILDREN = {"rados", "rbd", "cephfs", "pynvml"}
 OF_IMAGES = {"grpc", "google.protobuf", "diskcache", "preheat.component", "preheat.planning"}
@@ -74,4 +82,37 @@ def test_children_that_wait_at_rest_load_no_event_loop(module: str) -> None:
     """What the agent needs to ask them is 4 MiB for each, and its own libraries 20 MiB more."""
     modules = printed(f"import sys, {module}; print(*sys.modules)")
     assert module in modules
-    assert modules & {"aiohttp", "asyncio", "pydantic", "ssl", "structlog"} == set()
+    assert modules & OF_THE_AGENT == set()
+
+
+def called() -> set[str]:
+    """The modules of the functions that the product gives ``kit.child.call`` by their names."""
+    found = set()
+    for file in (path for room in ROOMS for path in (PRODUCT / room).rglob("*.py")):
+        text = file.read_text()
+        if "kit.child.call(" not in text:
+            continue
+        names = vars(importlib.import_module(".".join(file.relative_to(PRODUCT).parts)[:-3]))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "kit.child.call":
+                first, *rest = ast.unparse(node.args[0]).split(".")
+                function = names.get(first)
+                for each in rest:
+                    function = getattr(function, each, None)
+                if inspect.isfunction(function):  # else it is in a variable
+                    found.add(function.__module__)
+    return found
+
+
+def test_calls_load_nothing_that_only_the_agent_needs() -> None:
+    """The process that they fork from keeps it as long as the agent runs: up to 26 MiB."""
+    targets = sorted(called())
+    assert len(targets) > 20
+    code = (
+        "import importlib, sys\n"
+        f"for name in {targets}:\n"
+        "    importlib.import_module(name)\n"
+        f"    for each in {OF_THE_AGENT} & sys.modules.keys():\n"
+        "        print(f'{name}:{each}')\n"
+    )
+    assert printed(code) == set()
