@@ -163,6 +163,7 @@ ROOM = Room(
     settings=settings.CacheSettings,
     build=calls("cache.component:Cache"),
     routes=named("cache.api:ROUTES"),
+    heads=("datasets",),
     page=calls("cache.api:sections"),
     checks=calls("cache.doctor:checks"),
     traces=named("cache.uninstall"),

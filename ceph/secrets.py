@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import kit.child
 import kit.errors
 import kit.files
 
@@ -14,6 +13,8 @@ _KEY = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
 
 async def fetch(path: Path, user: str, thing: str) -> str:
     """As ``read``, in a child: the file may be on a file system that hangs. SourceError."""
+    import kit.child  # the child, which reads, does without an event loop
+
     try:
         key: str = await kit.child.call(read, str(path), user, thing, deadline=READ_SECONDS)
         return key

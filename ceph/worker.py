@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
-import kit.line_worker
+import kit.messages
 from ceph import protocol, secrets
 
 try:
@@ -49,7 +49,7 @@ def main() -> None:
             open_now.append(_Connection(request.credentials))
         return open_now[0].answer(request)
 
-    kit.line_worker.serve(protocol.Request, handle)
+    kit.messages.serve(protocol.Request, handle)
 
 
 class _Found(Exception):

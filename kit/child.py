@@ -24,9 +24,10 @@ _REMEDY = "the source or the disk behind it hangs; it is tried again later"
 async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -> Any:
     """``function(*arguments)`` in a child, at most ``deadline`` seconds.
 
-    The function is a public one of a module; arguments and result are plain JSON values (bytes as
-    str by os.fsdecode). Raises what the function raised if it was an OSError or AgentError,
-    DeadlineError when time ran out, RuntimeError with the child's last words for anything else.
+    The function is a public one of a module that loads little: ``kit.fork_server`` keeps it.
+    Arguments and result are plain JSON values (bytes as str by os.fsdecode). Raises what the
+    function raised if it was an OSError or AgentError, DeadlineError when time ran out,
+    RuntimeError with the child's last words for anything else.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     thing = function.__qualname__.replace("_", " ")

@@ -6,7 +6,7 @@ that the parent still lives. ``kit.processes`` gives it the parent's module path
 Python without the ``site`` module (-S -E), which halves the start. Nothing is imported that the
 child's own job does not need.
 
-Jobs: ``run`` runs a function that talks by itself (``kit.line_worker``, ``kit.fork_server``),
+Jobs: ``run`` runs a function that talks by itself (``kit.messages``, ``kit.fork_server``),
 ``exec`` another program.
 """
 

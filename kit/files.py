@@ -113,6 +113,14 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.fsync(directory)
 
 
+def keep(path: str, text: str) -> None:
+    """``save``, with its folder, where it does not say so already. OSError."""
+    copy, data = Path(path), text.encode()
+    if not copy.exists() or copy.read_bytes() != data:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        save(copy, data)
+
+
 def lock(path: Path, seconds: float) -> int:
     """An exclusive lock on ``path``, held until the descriptor is closed or the process ends.
 

@@ -10,7 +10,7 @@ child's pid and its pidfd (or a negative errno), and when it has ended with its 
 the signal that ended it).
 
 Jobs: ``call`` has stdin, stdout and stderr, gets arguments and says an outcome; ``run`` has stdin
-and stdout, and talks by itself (``kit.line_worker``) until its function or the server ends.
+and stdout, and talks by itself (``kit.messages``) until its function or the server ends.
 
 Invariants: a child dies with the server, and the server with the agent. The server has one thread
 and runs no code of a child; it loads modules, and in nothing else it can hang. A pid is not free

@@ -9,14 +9,14 @@ needed, and given up when it is late: a late answer must never be taken for the 
 failure the next start waits (``Backoff``), and until then each ``ask`` fails at once with the same
 error. ``listen``: the child gets one message and then speaks by itself.
 
-The child's function (``entry``) calls ``serve`` or ``say`` of this module.
+The child's function (``entry``) calls ``serve``, or ``hear`` and ``say``, of ``kit.messages``: a
+child needs no event loop.
 """
 
 import asyncio
 import contextlib
-import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, Generic, TypeVar
 
 import kit.errors
@@ -28,7 +28,6 @@ _LONG_BYTES = 2**16
 # What ``ask`` and ``listen`` raise. ValueError: the answer is not what it should be.
 FAILURES = (kit.errors.AgentError, OSError, ValueError, ChildError)
 AnswerT = TypeVar("AnswerT")
-RequestT = TypeVar("RequestT")
 
 
 class LineWorker(Generic[AnswerT]):
@@ -201,33 +200,3 @@ def _whole(line: bytes, about: str) -> bytes:
     if not line.endswith(b"\n"):
         raise ChildError(f"{about}: the child process ended")
     return line
-
-
-# --- the child's side
-
-
-def serve(kind: type[RequestT], handle: Callable[[RequestT], Any]) -> None:
-    """Answer each request line by line until the agent closes the pipe.
-
-    A bug in ``handle`` is one failed answer, not a silent child.
-    """
-    for line in sys.stdin:
-        try:
-            request = messages.decode(line, kind)
-            text = messages.outcome(lambda request=request: handle(request))  # type: ignore[misc]
-        except Exception as error:
-            text = messages.encode({"failed": f"{type(error).__name__}: {error}"})
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-
-def hear(kind: type[RequestT]) -> RequestT | None:
-    """The next message of the agent; None when it has closed the pipe. Blocks."""
-    line = sys.stdin.readline()
-    return messages.decode(line, kind) if line else None
-
-
-def say(message: Any) -> None:
-    """One message to an agent that listens. BrokenPipeError when it has ended."""
-    sys.stdout.write(f'{{"result":{messages.encode(message)}}}\n')
-    sys.stdout.flush()

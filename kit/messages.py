@@ -6,9 +6,12 @@ between types and plain values, and the standard library, which keeps them, hand
 
 An outcome is ``{"result": ...}``, or an error that the agent raises again: ``error`` is an
 AgentError, ``oserror`` an OSError, ``failed`` anything else, with its text.
+
+``serve``, ``hear`` and ``say`` are the child's side of ``kit.line_worker``.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -78,3 +81,33 @@ def result(text: str | bytes, kind: type[T]) -> T:
     if "failed" in answer:
         raise ChildError(answer["failed"])
     return answer["result"] if kind is Any else _convert(answer["result"], kind)
+
+
+# --- a child that goes on
+
+
+def serve(kind: type[T], handle: Callable[[T], Any]) -> None:
+    """Answer each request line by line until the agent closes the pipe.
+
+    A bug in ``handle`` is one failed answer, not a silent child.
+    """
+    for line in sys.stdin:
+        try:
+            request = decode(line, kind)
+            text = outcome(lambda request=request: handle(request))  # type: ignore[misc]
+        except Exception as error:
+            text = encode({"failed": f"{type(error).__name__}: {error}"})
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def hear(kind: type[T]) -> T | None:
+    """The next message of the agent; None when it has closed the pipe. Blocks."""
+    line = sys.stdin.readline()
+    return decode(line, kind) if line else None
+
+
+def say(message: Any) -> None:
+    """One message to an agent that listens. BrokenPipeError when it has ended."""
+    sys.stdout.write(f'{{"result":{encode(message)}}}\n')
+    sys.stdout.flush()

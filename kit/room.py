@@ -404,6 +404,9 @@ class Room:
     settings: "type[kit.settings.Section]"  # it is a kube.settings.RoomSettings, too
     build: Build  # settings, state_dir, reporter -> component; no I/O
     routes: Callable[[], Sequence[Route]] = tuple
+    # How their paths begin: /v1/HEAD. Of a room that is off only this is read: its routes would
+    # load it.
+    heads: Sequence[str] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
     checks: Checks | None = None
     # The module of ``nodeagent uninstall``. ``find(settings, state_dir)``: traces as JSON, in the

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kit.errors
-import kit.line_worker
+import kit.messages
 
 DEVICE = Path("/dev/nvidiactl")
 _REMEDY = "it is tried again; without a GPU leave the extra nodeagent[gpu] out"
@@ -32,7 +32,7 @@ def installed() -> bool:
 
 def main() -> None:
     """Answers ``None`` with a Sample."""
-    kit.line_worker.serve(type(None), lambda _: sample())
+    kit.messages.serve(type(None), lambda _: sample())
 
 
 def sample() -> Sample:

@@ -155,11 +155,10 @@ class Agent:
             return
         copy = str(self._last_good), self._data.decode()
         try:
-            missed = await kit.child.call(configfile.keep, *copy, deadline=KEEP_SECONDS)
+            await kit.child.call(kit.files.keep, *copy, deadline=KEEP_SECONDS)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            missed = f"no copy of the settings is kept at {self._last_good} ({error})"
-        if missed:
-            log.warning(missed)
+            why = f"no copy of the settings is kept at {self._last_good} ({error})"
+            log.warning(why)
 
     async def _follow_settings(self) -> None:
         await self._keep()

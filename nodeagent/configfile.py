@@ -123,10 +123,7 @@ def load_or_last(path: Path, last_good: Path | None) -> Loaded:
 def keep(last_good: str, text: str) -> str:
     """Keep the text of settings that were found good. Returns why it could not, or nothing."""
     try:
-        data, copy = text.encode(), Path(last_good)
-        if not copy.exists() or copy.read_bytes() != data:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            kit.files.save(copy, data)
+        kit.files.keep(last_good, text)
     except OSError as error:
         return f"no copy of the settings is kept at {last_good} ({error.strerror})"
     return ""

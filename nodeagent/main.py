@@ -6,9 +6,11 @@ called, the settings' models when they are read: a client needs neither, and scr
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,19 @@ import kit.room
 from kit import terminal
 from nodeagent import SOCKET, configfile, groups
 from nodeagent.commands import status
+
+
+@contextlib.contextmanager
+def _absent(package: str) -> Iterator[None]:
+    """Who imports it for the first time meanwhile, finds that it is not installed."""
+    hidden = package not in sys.modules
+    if hidden:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[package]
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,10 @@ def run(ctx: Context, last_good: Path | None) -> None:
     """Run the agent in the foreground until SIGTERM or SIGINT."""
     # Its handlers print a line that is no JSON at each fork. No child of ours talks gRPC.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
-    from nodeagent import app, logs  # clients of the API do not pay for the server
+    # Clients of the API do not pay for the server. structlog would load rich for tracebacks in
+    # colour, which the log has not: 4 MiB of every node.
+    with _absent("rich"):
+        from nodeagent import app, logs
 
     loaded = configfile.load_or_last(ctx.config, last_good)
     if os.geteuid() != 0:

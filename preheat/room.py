@@ -67,6 +67,7 @@ ROOM = Room(
     settings=settings.PreheatSettings,
     build=calls("preheat.component:Preheat"),
     routes=named("preheat.api:ROUTES"),
+    heads=("images",),
     page=calls("preheat.api:sections"),
     checks=calls("preheat.doctor:checks"),
     traces=named("preheat.uninstall"),

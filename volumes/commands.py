@@ -241,10 +241,10 @@ def rehearse(ctx: CommandContext, direct: bool) -> Shown:
     """What the guard would have done with writes that volumes.guard.scope only reports."""
 
     def here() -> Any:
-        from volumes.guard import rehearsal
+        from volumes.guard import rehearsal_rows
 
         wanted, state_dir = _offline(ctx)
-        found = rehearsal.load(str(state_dir)) or rehearsal.Rows(0.0).as_json()
+        found = rehearsal_rows.load(str(state_dir)) or rehearsal_rows.Rows(0.0).as_json()
         return {"scope": wanted.scope, "problem": ""} | found
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard/rehearsal", None), here)

@@ -43,6 +43,7 @@ ROOM = Room(
     settings=settings.VolumesSettings,
     build=calls("volumes.component:Volumes"),
     routes=named("volumes.api:ROUTES"),
+    heads=("volumes", "audit"),
     page=calls("volumes.api:sections"),
     checks=calls("volumes.doctor:checks"),
     traces=named("volumes.uninstall"),

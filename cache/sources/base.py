@@ -1,4 +1,4 @@
-"""What every kind of source has in common. Imports little: ``rbd.look`` runs in a child process."""
+"""What every kind of source has in common."""
 
 import contextlib
 import errno

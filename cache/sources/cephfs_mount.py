@@ -13,12 +13,9 @@ import asyncio
 import contextlib
 import os
 import re
-import subprocess
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -27,6 +24,7 @@ import kit.errors
 import kit.files
 import kit.redact
 from cache.settings import CephfsSource
+from cache.sources import cephfs_child
 from ceph import monitors, secrets
 from ceph.monitors import Address
 from linux import mountinfo, mounts, procfs
@@ -39,8 +37,6 @@ CLIENT_CACHE_INODES = 400_000
 CGROUP = "nodeagent-sources"
 DETACH_SECONDS = 15.0
 SHOWN = "shows.json"
-SAID = "ceph-fuse.log"  # what ceph-fuse and the programs that it starts print
-_LOOK_SECONDS = (0.01, 0.25)
 
 _CONF = """\
 [global]
@@ -70,7 +66,7 @@ debug objectcacher = 0/0
 
 POINT = "mount"
 CLAIM_KEY = "claim.key"  # beside the keyring, of a source that a claim names
-_FILES = ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, SAID)
+_FILES = ("keyring", "ceph.conf", CLAIM_KEY, SHOWN, cephfs_child.SAID)
 
 
 class MayNotError(kit.errors.SourceError):
@@ -147,7 +143,7 @@ async def uses_kernel(way: Way) -> bool:
 
 async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
     """Mount ``root``, a directory of the source's file system, in ``folder``. SourceError."""
-    source, target = way.source, folder / POINT
+    target = folder / POINT
     by_kernel = await uses_kernel(way)
     conf = await asyncio.to_thread(configure, folder, way, deadline)
     await asyncio.to_thread(target.mkdir, exist_ok=True, mode=0o700)
@@ -155,14 +151,28 @@ async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
         await _mount_fuse(target, way, root, conf, deadline)
         return
     try:
-        await kit.child.call(
-            mount_kernel, str(target), list(way.addresses), source.filesystem, root, source.user,
-            way.secret, deadline=deadline,
-        )  # fmt: skip
+        strings = kernel_options(way, root)
+        await kit.child.call(cephfs_child.mount_kernel, str(target), strings, deadline=deadline)
     except kit.child.DeadlineError as error:
         raise way.explain("110") from error
     except OSError as error:
         raise way.explain(str(error.errno)) from error
+
+
+def kernel_options(way: Way, root: str) -> dict[str, str]:
+    """What the kernel's client is told. The key goes through fsconfig, which no process list
+    shows."""
+    protocol, hosts = monitors.one_protocol(way.addresses)
+    strings = {
+        "source": f"{','.join(hosts)}:{root}",
+        "name": way.source.user,
+        "secret": way.secret,
+        "mds_namespace": way.source.filesystem,
+        "mount_timeout": "10",
+        # A client that the cluster shut out would answer EACCES until somebody unmounts it.
+        "recover_session": "clean",
+    }
+    return strings | ({"ms_mode": "prefer-crc"} if protocol == "v2" else {})
 
 
 async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: float) -> None:
@@ -174,7 +184,7 @@ async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: f
     )
     try:
         mounted, said = await kit.child.call(
-            mount_fuse, str(target), command, deadline, deadline=deadline + 5
+            cephfs_child.mount_fuse, str(target), command, deadline, deadline=deadline + 5
         )
     except FileNotFoundError as error:
         why = "this host has neither a CephFS kernel client nor ceph-fuse"
@@ -192,34 +202,6 @@ async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: f
         tell("ceph-fuse failed", dataset=way.thing, root=root, said=last)
         raise failure
     await asyncio.to_thread(_move_out_of_our_cgroup, target)
-
-
-def mount_fuse(target: str, command: Sequence[str], seconds: float) -> tuple[bool, str]:
-    """Start ceph-fuse and wait until it has mounted ``target``: whether it did, and what it said.
-
-    Runs in a child of the agent; ceph-fuse outlives both. TimeoutError after ``seconds``, with
-    ceph-fuse killed; FileNotFoundError when there is none.
-    """
-    said = Path(target).with_name(SAID)
-    said.unlink(missing_ok=True)  # an earlier one may still write to it
-    before = mountinfo.top(target)
-    # The agent's environment may have Ceph settings or secrets.
-    environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
-    with os.fdopen(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log_file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, env=environment,
-            cwd="/", start_new_session=True,
-        )  # fmt: skip
-    end, pause = time.monotonic() + seconds, _LOOK_SECONDS[0]
-    while process.poll() is None:
-        if mountinfo.top(target) != before:
-            return True, ""
-        if time.monotonic() >= end:
-            process.kill()
-            raise TimeoutError
-        time.sleep(pause)
-        pause = min(2 * pause, _LOOK_SECONDS[1])
-    return False, said.read_text(errors="replace")
 
 
 def _move_out_of_our_cgroup(target: Path) -> None:
@@ -298,24 +280,3 @@ def _daemons(target: str) -> list[int]:
             if words[0].endswith(b"ceph-fuse") and os.fsencode(target) in words:
                 found.append(pid)
     return found
-
-
-def mount_kernel(
-    target: str, given: list[list[Any]], filesystem: str, path: str, user: str, secret: str
-) -> None:
-    """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
-    protocol, hosts = monitors.one_protocol(Address(*each) for each in given)
-    strings = {
-        "source": f"{','.join(hosts)}:{path}",
-        "name": user,
-        "secret": secret,
-        "mds_namespace": filesystem,
-        "mount_timeout": "10",
-        # A client that the cluster shut out would answer EACCES until somebody unmounts it.
-        "recover_session": "clean",
-    }
-    if protocol == "v2":
-        strings["ms_mode"] = "prefer-crc"
-    tree = mounts.new_filesystem("ceph", strings, ("ro",), mounts.READ_ONLY_DATA)
-    with kit.files.closing(tree):
-        mounts.attach(tree, target)

@@ -33,7 +33,7 @@ import kit.files
 import kit.formats
 import kit.pause
 from cache.settings import CephfsSource, DatasetSettings, PvcSource, RbdSource, Source
-from cache.sources import base, cephfs, cephfs_mount, rbd
+from cache.sources import base, cephfs, cephfs_mount, rbd, rbd_child
 from kube import client
 from kube.settings import ThisNode
 
@@ -538,7 +538,7 @@ class ClaimSource:
 
 async def release(folder: Path) -> None:
     """Unmount what a source of any kind left in its folder, and delete its key."""
-    kind = rbd if (folder / rbd.MAPPED).exists() else cephfs
+    kind = rbd if (folder / rbd_child.MAPPED).exists() else cephfs
     await kind.release(folder)
 
 

@@ -19,11 +19,9 @@ deleted a raised budget ends it, unless an overlay that remembers marks is still
 
 import dataclasses
 import math
-import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -33,14 +31,12 @@ import kit.errors
 from cache.dataset.dataset import VIEW_SECONDS, Dataset
 from cache.dataset.generation import STORE_SECONDS, Generation
 from cache.fill import evict as evict_pass
-from cache.fill import protocol, space
-from cache.fill.protocol import Least
-from cache.space import tasks
+from cache.fill import protocol
+from cache.space import evictions_child, tasks
 from cache.space.limits import of_its_own
-from cache.store import image_copy, subset
+from cache.store import subset
 from cache.views import by_id, view
 from cache.views.view import Stage
-from linux import in_use, loop, mountinfo, procfs
 
 log = structlog.get_logger("eviction")
 
@@ -52,7 +48,6 @@ TOLD_SECONDS = 60.0  # between two lines of the log that say the same of a datas
 Run = Callable[[Dataset, str, protocol.AnyTask], Awaitable[protocol.End]]
 # Stages in which readers see the tree of the store.
 _SHOWS_STORE = (Stage.STORE, Stage.OVERLAY)
-_LOOKS, _LOOK_SECONDS = 20, 0.1  # the kernel ends a loop device some time after its last mount
 
 LimitsOf = Callable[[Dataset, str], protocol.Limits]
 
@@ -291,7 +286,9 @@ async def _settle_copy(dataset: Dataset, limits: protocol.Limits, **changes: Any
     The caller has the lock. ``changes``: to generation.json, when it goes.
     """
     allowed = dataclasses.asdict(limits)
-    if not await kit.child.call(is_beyond, dataset.folder, allowed, deadline=STORE_SECONDS):
+    if not await kit.child.call(
+        evictions_child.is_beyond, dataset.folder, allowed, deadline=STORE_SECONDS
+    ):
         return False
     await _reach_image(dataset)
     if not _root(dataset):
@@ -313,7 +310,7 @@ async def _take_copy_out(dataset: Dataset) -> None:
         with dataset.changing_view():
             await kit.child.call(view.take_off, dataset.view, deadline=VIEW_SECONDS)
             dataset.stage = Stage.NONE
-    shown = await kit.child.call(discard, dataset.folder, deadline=STORE_SECONDS)
+    shown = await kit.child.call(evictions_child.discard, dataset.folder, deadline=STORE_SECONDS)
     if shown:
         why = f"its copy is still in use by {shown}: a job has a file of it open"
         raise _waits(dataset, why, "it goes on when the job has closed it")
@@ -338,52 +335,9 @@ async def _reach_image(dataset: Dataset) -> None:
 
 async def _refuse_held(dataset: Dataset) -> None:
     """HostError while somebody would miss a view that nothing but the copy can show."""
-    by = dataset.use.by or await kit.child.call(given_to, dataset.view, deadline=VIEW_SECONDS)
+    by = dataset.use.by or await kit.child.call(
+        evictions_child.given_to, dataset.view, deadline=VIEW_SECONDS
+    )
     if by:
         why = f"nothing here can map its image, and it is held by {by}"
         raise _waits(dataset, why, "it goes on when that has ended")
-
-
-# --- in a child process
-
-
-def is_beyond(folder: str, limits: dict[str, Any]) -> bool:
-    """Whether the copy in ``folder`` takes more than the limits leave it. OSError."""
-    allowed = protocol.Limits(**{**limits, "least": Least(**limits["least"])})
-    used = image_copy.used(Path(folder))
-    left = space.balance(os.statvfs(folder), allowed, used=used, inodes=image_copy.INODES)
-    return used > 0 and (left.bytes < 0 or left.inodes < 0)
-
-
-def discard(folder: str) -> str:
-    """Delete the copy in ``folder`` unless a device shows it; that device, or ''. OSError."""
-    copy = os.path.realpath(Path(folder) / image_copy.IMAGE)
-    for left in reversed(range(_LOOKS)):
-        shown = loop.over(copy)
-        if not shown:
-            break
-        if not left:
-            return shown[0]
-        time.sleep(_LOOK_SECONDS)
-    image_copy.discard(Path(folder))
-    return ""
-
-
-def given_to(target: str) -> str:
-    """A process in whose mount namespace the view is mounted at another place; '' when none is.
-
-    A pod sees it there, whether or not it has a file open.
-    """
-    top = mountinfo.top(target)
-    seen: set[tuple[int, str]] = set()
-    for pid, key in procfs.views() if top is not None else ():
-        if key in seen:
-            continue
-        seen.add(key)
-        try:
-            for mount in mountinfo.of(pid):
-                if top is not None and mount.device == top.device and mount.target != target:
-                    return str(in_use.holder(pid, f"sees it at {mount.target}"))
-        except OSError:
-            continue  # just ended
-    return ""

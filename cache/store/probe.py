@@ -13,7 +13,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.files
-import kit.line_worker
+import kit.messages
 from cache.store import disk
 from linux import kmsg
 
@@ -197,4 +197,4 @@ def _write(path: str) -> None:
 
 
 def main() -> None:
-    kit.line_worker.serve(Look, Probe().look)
+    kit.messages.serve(Look, Probe().look)

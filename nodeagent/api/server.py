@@ -15,7 +15,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -458,9 +458,9 @@ def application(state: State, door: Door, process: own.Own | None = None) -> web
             handler = _handler(route, running, door)
             roles[handler] = route.role
             _add(app, route.method, route.path, handler)
-    served = heads_of(each.room for each in state.running)
-    for head, room in heads_of(rooms.ROOMS).items():
-        if head not in served:
+    on = {each.room.name for each in state.running}
+    for room in rooms.ROOMS:
+        for head in room.heads if room.name not in on else ():
             _add(app, "*", f"/v1/{head}{{rest:(/.*)?}}", _off(room))
     return app
 
@@ -478,11 +478,6 @@ def _add(app: web.Application, method: str, path: str, handler: Handler) -> None
     methods = ("GET", "HEAD") if method == "GET" else (method,)
     for each in methods:
         app.router.add_route(each, path, handler, expect_handler=_heed_no_expectation)
-
-
-def heads_of(known: Iterable[kit.room.Room]) -> dict[str, kit.room.Room]:
-    """The rooms by the beginning of their paths: /v1/HEAD."""
-    return {route.path.split("/")[2]: room for room in known for route in room.routes()}
 
 
 def _off(room: kit.room.Room) -> Handler:

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 import kit.errors
-from kit import child_main, line_worker
+from kit import child_main, messages
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def hang_until(path: str, *_: object) -> None:
 
 def serve_numbers() -> None:
     """A worker: doubles numbers; some requests break it."""
-    line_worker.serve(Question, _double)
+    messages.serve(Question, _double)
 
 
 def _double(question: Question) -> Number:
@@ -80,11 +80,11 @@ def _double(question: Question) -> Number:
 
 def count() -> None:
     """A worker that speaks by itself up to 4; silent at the end."""
-    first = line_worker.hear(Question)
+    first = messages.hear(Question)
     assert first is not None
     for number in range(first.number, 5):
-        line_worker.say(Number(number, first.name))
-    line_worker.hear(Question)
+        messages.say(Number(number, first.name))
+    messages.hear(Question)
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Place:
 
 def say_where_it_is() -> None:
     """A worker that says it once and waits to be ended."""
-    line_worker.hear(Question)
+    messages.hear(Question)
     *found, _ = sorted(map(int, os.listdir("/proc/self/fd")))  # the last one lists them
-    line_worker.say(Place(child_main.agent_pid(), os.getppid(), os.getpgrp(), found))
-    line_worker.hear(Question)
+    messages.say(Place(child_main.agent_pid(), os.getppid(), os.getpgrp(), found))
+    messages.hear(Question)
 
 
 def missing() -> None:

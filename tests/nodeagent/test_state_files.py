@@ -21,7 +21,7 @@ from cache.views import users
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
 from preheat.pulling import durability
-from volumes.guard import record, rehearsal
+from volumes.guard import record, rehearsal_rows
 from volumes.ledger import store as ledger
 
 WISH = intent.Wish("CachedDataset", "coco", "u", 1, "2026-01-01T00:00:00Z", {"a": 1})
@@ -163,9 +163,9 @@ FILES = [
          lambda f: "override" in _wanted(f)["errors"] and _wanted(f)["word"] == "enforce",
          stays=True),
     Kept("volumes/guard-rehearsal.json",
-         lambda f: record.write_rehearsal(str(f), rehearsal.Rows(7.0).as_json()),
-         lambda f: rehearsal.load(str(f)) == rehearsal.Rows(7.0).as_json(),
-         lambda f: rehearsal.load(str(f)) is None),
+         lambda f: record.write_rehearsal(str(f), rehearsal_rows.Rows(7.0).as_json()),
+         lambda f: rehearsal_rows.load(str(f)) == rehearsal_rows.Rows(7.0).as_json(),
+         lambda f: rehearsal_rows.load(str(f)) is None),
     Kept("volumes/guard-own.json", lambda f: record.write_own(str(f), {"wwid:1": "swap"}),
          lambda f: record.read_own(str(f)) == {"wwid:1": "swap"}, _own_unknown, stays=True),
     Kept(ledger.LedgerStore(Path())._file(ENTRY.volume).name, lambda f: _ledger(f).put(ENTRY),

@@ -6,11 +6,9 @@ moment another attach may have taken its name or number. All raise OSError, Refu
 state changed, HostError when a program fails.
 """
 
-import asyncio
 import os
 
 import kit.errors
-import kit.processes
 from linux import blockdev, krbd, loop, mount_namespaces, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders
 from volumes.audit.inventory.model import User
@@ -58,7 +56,7 @@ def unmap(
         loops = holders.loops(backings, {number})
         with blockdev.claimed(f"/dev/{name}", number):
             _refuse_users(name, number, loops)
-            asyncio.run(_rbd_nbd_unmap(name))
+            _rbd_nbd_unmap(name)
     elif driver == "loop":
         blockdev.detach_loop(f"/dev/{name}", number)
     else:
@@ -70,10 +68,13 @@ def unmap(
     return 1
 
 
-async def _rbd_nbd_unmap(name: str) -> None:
-    ended = await kit.processes.run(
-        ("rbd-nbd", "unmap", f"/dev/{name}"), about=f"rbd-nbd unmap {name}", deadline=_UNMAP_SECONDS
-    )
+def _rbd_nbd_unmap(name: str) -> None:
+    import asyncio  # only this one driver needs the event loop
+
+    import kit.processes
+
+    argv, about = ("rbd-nbd", "unmap", f"/dev/{name}"), f"rbd-nbd unmap {name}"
+    ended = asyncio.run(kit.processes.run(argv, about=about, deadline=_UNMAP_SECONDS))
     if ended.code:
         said = ended.err.decode(errors="replace").strip()
         raise kit.errors.HostError(

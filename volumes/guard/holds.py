@@ -5,56 +5,26 @@ anew. That attachment has no lease yet, so its mkfs would be refused too, and so
 has the device open, krbd refuses the unmap (EBUSY) and cryptsetup the close; ceph-csi then goes on,
 and its next try finds the device that was checked meanwhile.
 
-So a child opens the device, for reading, when a format was refused. It ends when the check says no,
-when content is seen, with the lease, with the agent, and by itself after its time. A child, because
-an open can hang in the kernel.
+So a child (``hold``) opens the device, for reading, when a format was refused. It ends when the
+check says no, when content is seen, with the lease, with the agent, and by itself after its time. A
+child, because an open can hang in the kernel.
 """
 
 import asyncio
 import contextlib
-import math
-import signal
 from collections.abc import Coroutine
-from dataclasses import dataclass
 
 import structlog
 
 import kit.errors
 import kit.line_worker
 from linux import blockdev
-from volumes.guard import lease
+from volumes.guard import hold, lease
 
 log = structlog.get_logger("volumes")
 
 MOST = 32
 OPEN_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Request:
-    name: str
-    number: blockdev.Number
-    diskseq: int | None
-    seconds: float
-
-
-_opened = contextlib.ExitStack()  # of the child, until it ends
-
-
-def main() -> None:
-    """The child process: have one device open until the agent closes the pipe."""
-    kit.line_worker.serve(Request, hold)
-
-
-def hold(asked: Request) -> bool:
-    """OSError when the device is another one by now."""
-    _opened.enter_context(blockdev.opened(f"/dev/{asked.name}", asked.number))
-    found = blockdev.identify(asked.name)  # from here on it stays what it is
-    if found is None or found.diskseq != asked.diskseq:
-        _opened.close()  # not the other one either, not even until the agent has read the answer
-        raise OSError(0, f"another device is attached as {asked.name}")
-    signal.alarm(math.ceil(asked.seconds))
-    return True
 
 
 class Holds:
@@ -107,7 +77,7 @@ class Holds:
         worker, self._spare = self._spare or _worker(), None
         worker.about = f"hold of {device.path}"
         try:
-            request = Request(device.name, device.number, device.diskseq, seconds)
+            request = hold.Request(device.name, device.number, device.diskseq, seconds)
             await worker.ask(request, OPEN_SECONDS)
             self.begun += 1
             log.info("device is held until its format is decided", device=device.name)
@@ -139,4 +109,4 @@ class Holds:
 
 
 def _worker() -> kit.line_worker.LineWorker[bool]:
-    return kit.line_worker.LineWorker("volumes.guard.holds:main", bool, about="hold", forked=True)
+    return kit.line_worker.LineWorker("volumes.guard.hold:main", bool, about="hold", forked=True)

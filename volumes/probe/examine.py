@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 import kit.files
-import kit.line_worker
+import kit.messages
 from linux import blkid, blockdev
 
 _BLKGETSIZE64 = 0x80081272
@@ -108,7 +108,7 @@ def _long(descriptor: int, request: int) -> int:
 
 def main() -> None:
     """The child process of a probe: answer requests until the agent closes the pipe."""
-    kit.line_worker.serve(Request, examine)
+    kit.messages.serve(Request, examine)
 
 
 def examine(request: Request) -> Verdict:

@@ -17,7 +17,7 @@ import kit.child
 import kit.errors
 import kit.line_worker
 from cache.fill import protocol
-from cache.sources import rbd
+from cache.sources import rbd_child
 from cache.store import filesystem, generations, image_copy
 from ceph.protocol import ImageAccess
 from linux import mounts
@@ -68,7 +68,7 @@ def look(access: ImageAccess, thing: str) -> dict[str, Any]:
     """As the agent looks at an image: in a child. Librados' threads would not stand later forks."""
     arguments = dataclasses.asdict(access), thing
     found: dict[str, Any] = asyncio.run(
-        kit.child.call(rbd.look, *arguments, deadline=waiting.limit(90.0))
+        kit.child.call(rbd_child.look, *arguments, deadline=waiting.limit(90.0))
     )
     return found
 

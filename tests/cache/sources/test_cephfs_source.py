@@ -1,7 +1,7 @@
 """The CephFS source without a cluster: its mounts, what it tells the kernel, its errors."""
 
+import dataclasses
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import kit.child
 import kit.errors
 from cache.settings import CephfsSource, DatasetSettings
-from cache.sources import cephfs, cephfs_mount, roots, shared
+from cache.sources import cephfs, cephfs_child, cephfs_mount, roots, shared
 from ceph import monitors, secrets
 from ceph.monitors import Address
 from linux import mountinfo, mounts
@@ -43,22 +43,12 @@ def way(folder: Path, path: str = "/a", **more: Any) -> cephfs_mount.Way:
         ([("v2", "10.0.0.1", 3300), ("v1", "10.0.0.1", 6789)], "10.0.0.1:6789:/a", False),
     ],
 )
-def test_mount_kernel_speaks_one_protocol(
-    monkeypatch: pytest.MonkeyPatch, addresses: list[Any], expected: str, mode: bool
+def test_kernel_speaks_one_protocol(
+    tmp_path: Path, addresses: list[Any], expected: str, mode: bool
 ) -> None:
-    given: list[Any] = []
-
-    def new_filesystem(*arguments: Any) -> int:
-        given.append(arguments)
-        return os.open("/", os.O_RDONLY)
-
-    monkeypatch.setattr(mounts, "new_filesystem", new_filesystem)
-    monkeypatch.setattr(mounts, "attach", lambda *_: None)
-    # As it arrives in the child process.
-    arrived = json.loads(json.dumps([Address(*each) for each in addresses]))
-    cephfs_mount.mount_kernel("/target", arrived, "fs", "/a", "user", "secret")
-    ((fstype, strings, *_),) = given
-    assert fstype == "ceph"
+    found = [Address(*each) for each in addresses]
+    given = dataclasses.replace(way(tmp_path), addresses=found)
+    strings = cephfs_mount.kernel_options(given, "/a")
     assert strings["source"] == expected
     assert ("ms_mode" in strings) == mode
     assert strings["recover_session"] == "clean"
@@ -159,7 +149,7 @@ async def test_kernel_mount_leaves_what_reads_past_it_need(
     monkeypatch.setattr(mounts, "kernel_has", lambda _: True)
     monkeypatch.setattr(kit.child, "call", call)
     await made._mount(10.0)
-    assert called == [secrets.read, cephfs_mount.mount_kernel]
+    assert called == [secrets.read, cephfs_child.mount_kernel]
     access = made._access()
     conf = Path(access.conf).read_text()
     assert "mon host = " in conf and "127.0.0.1:1" in conf

@@ -21,7 +21,7 @@ from cache.settings import (
     RbdSource,
     at_snapshot,
 )
-from cache.sources import base, cephfs, cephfs_mount, claims, kinds, rbd
+from cache.sources import base, cephfs, cephfs_mount, claims, kinds, rbd_child
 from kube.client import KubeError
 from kube.settings import ThisNode
 
@@ -466,7 +466,7 @@ async def test_a_snapshot_is_found_where_each_ceph_keeps_it(
 LEFT = ("keyring", "ceph.conf", cephfs_mount.CLAIM_KEY)
 
 
-@pytest.mark.parametrize("kind", [cephfs_mount.SHOWN, rbd.MAPPED])
+@pytest.mark.parametrize("kind", [cephfs_mount.SHOWN, rbd_child.MAPPED])
 async def test_what_an_earlier_agent_left_of_a_claim_is_released(kind: str, tmp_path: Path) -> None:
     """Nobody asked the API server yet: the files in the folder tell what it was."""
     folder = kinds.folder_of(tmp_path, "a")
@@ -477,7 +477,7 @@ async def test_what_an_earlier_agent_left_of_a_claim_is_released(kind: str, tmp_
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("kind", [cephfs_mount.SHOWN, rbd.MAPPED, ""])
+@pytest.mark.parametrize("kind", [cephfs_mount.SHOWN, rbd_child.MAPPED, ""])
 async def test_nothing_is_left_of_a_dataset_that_nobody_knows(kind: str, tmp_path: Path) -> None:
     """It is in no settings any more: what its source was, only the files tell."""
     folder, memory = kinds.folder_of(tmp_path, "a"), kinds.memory_of(tmp_path, "a")

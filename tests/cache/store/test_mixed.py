@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.sources import rbd
+from cache.sources import rbd_child
 from cache.store import mixed
 from cache.views import view
 from ceph.protocol import SnapshotFacts
@@ -138,9 +138,11 @@ class Krbd:
         monkeypatch.setattr(krbd, "unmap", self.unmap)
         monkeypatch.setattr(krbd, "map_snapshot", self.map)
         monkeypatch.setattr(mounts, "attach", lambda *_: None)
-        monkeypatch.setattr(rbd, "_mounted", lambda *_: os.open("/dev/null", os.O_RDONLY))
-        monkeypatch.setattr(rbd, "_shows", lambda number, facts: facts.snap_id == 4 + int(number))
-        monkeypatch.setattr(rbd, "_UNMAP_SECONDS", 0.0)
+        monkeypatch.setattr(rbd_child, "_mounted", lambda *_: os.open("/dev/null", os.O_RDONLY))
+        monkeypatch.setattr(
+            rbd_child, "_shows", lambda number, facts: facts.snap_id == 4 + int(number)
+        )
+        monkeypatch.setattr(rbd_child, "_UNMAP_SECONDS", 0.0)
 
     def unmap(self, number: str) -> None:
         if number in self.used:
@@ -161,7 +163,7 @@ ACCESS = {
 
 def mount_snapshot(folder: Path, facts: SnapshotFacts) -> None:
     asked = dataclasses.asdict(facts)
-    assert rbd.mount_snapshot(str(folder), [["v2", "h", 1]], "k", ACCESS, asked, "it") == ""
+    assert rbd_child.mount_snapshot(str(folder), ("v2", ["h:1"]), "k", ACCESS, asked, "it") == ""
 
 
 def test_mapping_that_jobs_still_read_is_unmapped_when_they_have_gone(
@@ -176,9 +178,9 @@ def test_mapping_that_jobs_still_read_is_unmapped_when_they_have_gone(
     mount_snapshot(tmp_path, V2)  # made anew under the same name
     assert list(kernel.mapped) == ["0", "1"]
     with pytest.raises(OSError, match="in use"):
-        rbd.unmap_ours(str(tmp_path))
+        rbd_child.unmap_ours(str(tmp_path))
     assert list(kernel.mapped) == ["0"], "nobody uses the other one"
     kernel.used = set()
-    rbd.unmap_ours(str(tmp_path))
+    rbd_child.unmap_ours(str(tmp_path))
     assert not kernel.mapped
-    assert not (tmp_path / rbd.MAPPED).exists()
+    assert not (tmp_path / rbd_child.MAPPED).exists()

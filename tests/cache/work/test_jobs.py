@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kit.child
 import kit.errors
 import kit.line_worker
+import kit.messages
 from cache.dataset import kept
 from cache.dataset.dataset import Dataset
 from cache.dataset.figures import Verification
@@ -343,14 +344,14 @@ async def test_fill_that_gives_way_is_queued_again_and_has_not_failed(
 
 def report_the_same_for_ever() -> None:
     """A coordinator that lives and gets nowhere; it ends for no command."""
-    kit.line_worker.hear(protocol.FillTask)
+    kit.messages.hear(protocol.FillTask)
     counts = manifest.Counts(10, 10, 1, 1)
     progress = protocol.Progress(
         phase="filling", counts=counts, sealed=0, copied_files=1, copied_bytes=1,
         beats=0, commits=0, used=7, syncing=False,
     )  # fmt: skip
     while True:
-        kit.line_worker.say(protocol.Report(progress=progress))
+        kit.messages.say(protocol.Report(progress=progress))
         time.sleep(0.01)
 
 

@@ -17,7 +17,7 @@ from linux import blockdev
 from tests.testbed import blockdev as disks
 from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, NO_ANSWER, World
-from volumes.guard import holds, lease, pace
+from volumes.guard import hold, holds, lease, pace
 from volumes.ledger import store
 from volumes.probe.examine import Kind, Verdict
 
@@ -241,7 +241,7 @@ async def test_child_does_not_hold_another_attachment(disk: blockdev.BlockDevice
     await waiting.until_async(lambda: not held.names, 60, "the refusal")
     assert (held.begun, openers(disk)) == (0, [])
     with pytest.raises(OSError, match="another device"):
-        holds.hold(holds.Request(disk.name, disk.number, disk.diskseq + 1, 60))
+        hold.have_open(hold.Request(disk.name, disk.number, disk.diskseq + 1, 60))
     assert openers(disk) == []
     for other in (dataclasses.replace(disk, parent="x"), dataclasses.replace(disk, driver="nbd")):
         held.begin(other, 60)

@@ -15,8 +15,8 @@ import kit.child
 import kit.errors
 from linux import blockdev, stack
 from volumes import commands
-from volumes.guard import denials, record, rehearsal, scope
-from volumes.guard.rehearsal import Would
+from volumes.guard import denials, record, rehearsal, rehearsal_rows, scope
+from volumes.guard.rehearsal_rows import Would
 from volumes.probe.examine import Kind, Verdict
 
 DEVICE = blockdev.BlockDevice("sdb", (8, 16), "sd", 2**30, False, diskseq=7)
@@ -74,7 +74,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, blockdev.BlockDevice]:
     call = kit.child.call
 
     async def calls(function: Any, *arguments: Any, deadline: float) -> Any:
-        if function is not rehearsal.try_read:
+        if function is not rehearsal_rows.try_read:
             return await call(function, *arguments, deadline=deadline)
         return None
 
@@ -85,7 +85,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, blockdev.BlockDevice]:
 def _of(folder: Path, found: Verdict) -> tuple[rehearsal.Rehearsal, _Prober]:
     prober = _Prober(found)
     it = rehearsal.Rehearsal(folder, prober)  # type: ignore[arg-type]
-    it.rows = rehearsal.Rows(0.0)
+    it.rows = rehearsal_rows.Rows(0.0)
     return it, prober
 
 
@@ -298,7 +298,7 @@ async def test_rows_outlive_an_agent(tmp_path: Path, there: Any) -> None:
     told = second.describe()
     assert [row["would"] for row in told["rows"]] == ["lease", "look"]
     assert told["since"] == first.describe()["since"] > 0
-    saved = rehearsal.load(str(tmp_path))
+    saved = rehearsal_rows.load(str(tmp_path))
     assert saved is not None and saved["rows"] == told["rows"]
 
 
@@ -321,7 +321,7 @@ async def test_a_damaged_file_begins_anew(tmp_path: Path, text: str) -> None:
     it.wrote(_write(), None)
     await it.stop()
     assert (len(it.describe()["rows"]), it.problem) == (1, "")
-    saved = rehearsal.load(str(tmp_path))
+    saved = rehearsal_rows.load(str(tmp_path))
     assert saved is not None and len(saved["rows"]) == 1
 
 
@@ -344,13 +344,13 @@ async def test_a_file_that_cannot_be_used_now_is_said_and_kept(
         assert it.describe()["times"]["look"] == 1
     await it.stop()
     assert it.problem == ""
-    assert rehearsal.load(str(tmp_path)) is not None, "it was written later"
+    assert rehearsal_rows.load(str(tmp_path)) is not None, "it was written later"
 
 
 def test_a_file_that_cannot_be_read_is_no_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record.write_rehearsal(str(tmp_path), rehearsal.Rows(7.0).as_json())
+    record.write_rehearsal(str(tmp_path), rehearsal_rows.Rows(7.0).as_json())
 
     def fails(*_: object, **__: object) -> int:
         raise OSError(5, "I/O error")
@@ -358,12 +358,12 @@ def test_a_file_that_cannot_be_read_is_no_missing_one(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fails)
         with pytest.raises(kit.errors.HostError):
-            rehearsal.load(str(tmp_path))
-    assert rehearsal.load(str(tmp_path)) is not None
+            rehearsal_rows.load(str(tmp_path))
+    assert rehearsal_rows.load(str(tmp_path)) is not None
 
 
 def test_rows_are_bounded_and_none_pushes_out_a_refusal() -> None:
-    rows = rehearsal.Rows(1.0)
+    rows = rehearsal_rows.Rows(1.0)
     rows.add(rehearsal.row(_write("wipefs"), "", EXT4))
     for n in range(3000):
         rows.add(rehearsal.row(_write(device=f"sd{n}"), "", BLANK))
@@ -373,12 +373,12 @@ def test_rows_are_bounded_and_none_pushes_out_a_refusal() -> None:
     ]  # fmt: skip
     for n in range(1000):
         rows.add(rehearsal.row(_write("wipefs", device=f"sd{n}"), "", EXT4))
-    assert sum(row.would is Would.REFUSE for row in rows.kept.values()) == rehearsal.MOST_ROWS
-    assert (rows.times["refuse"], rows.lost) == (1001, 1001 - rehearsal.MOST_ROWS)
+    assert sum(row.would is Would.REFUSE for row in rows.kept.values()) == rehearsal_rows.MOST_ROWS
+    assert (rows.times["refuse"], rows.lost) == (1001, 1001 - rehearsal_rows.MOST_ROWS)
     for n in range(3000):
         rows.add(rehearsal.row(_write(f"program-{n}"), "", None))
-    assert len(rows.kept) <= 2 * rehearsal.MOST_ROWS
-    again = rehearsal.of_json(rows.as_json())
+    assert len(rows.kept) <= 2 * rehearsal_rows.MOST_ROWS
+    again = rehearsal_rows.of_json(rows.as_json())
     assert again.as_json() == rows.as_json()
 
 
@@ -394,7 +394,7 @@ def test_a_title_tells_devices_apart(device: stack.StackedDevice, expected: str)
 
 def test_the_command_says_it_for_people() -> None:
     assert list(commands._WOULD) == [str(each) for each in (Would.REFUSE, Would.LOOK, Would.LEASE)]
-    rows = rehearsal.Rows(1.0)
+    rows = rehearsal_rows.Rows(1.0)
     for held in (BLANK, EXT4, None):
         rows.add(rehearsal.row(_write(), "by-id:wwn-1", held))
     told = {**rows.as_json(), "scope": "csi", "problem": "the disk hangs"}
@@ -405,5 +405,5 @@ def test_the_command_says_it_for_people() -> None:
     ):  # fmt: skip
         assert part in said
     assert "openers" not in said, "that would open the volumes of Ceph, too"
-    empty = {**rehearsal.Rows(0.0).as_json(), "scope": "ceph", "problem": ""}
+    empty = {**rehearsal_rows.Rows(0.0).as_json(), "scope": "ceph", "problem": ""}
     assert "since now" in "\n".join(commands._rehearsal_lines(empty))

@@ -20,6 +20,7 @@ from typing import Any
 import kit.child
 import kit.errors
 import kit.line_worker
+import kit.messages
 import kit.pause
 import kit.processes
 from linux import blockdev, loop, mountinfo, rbd_sysfs, stack
@@ -226,14 +227,14 @@ async def backings(deadline: float) -> tuple[list[loop.Backing], list[str]]:
 
 
 def main() -> None:
-    """The child's function; see kit.line_worker."""
+    """The child's function; see kit.messages."""
     try:
         os.nice(5)
     except OSError:
         pass  # a limit forbids it
     gc.freeze()
     child = _Child()
-    kit.line_worker.serve(Request, child.answer)
+    kit.messages.serve(Request, child.answer)
 
 
 class _Child:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from asyncinotify import Inotify, Mask
 
 import kit.errors
-import kit.line_worker
+import kit.messages
 import kit.processes
 from linux import kmsg
 from volumes.audit.logs.matcher import Counters, Expression, Hit, Matcher
@@ -88,9 +88,9 @@ class Report:
 
 
 def main() -> None:
-    """The child's function; see kit.line_worker."""
+    """The child's function; see kit.messages."""
     os.nice(5)
-    configuration = kit.line_worker.hear(Configuration)
+    configuration = kit.messages.hear(Configuration)
     if configuration is not None:
         asyncio.run(_Child(configuration).run())
 
@@ -136,7 +136,7 @@ class _Child:
             )
             if report.hits or self._states != said or time.monotonic() - at >= beat:
                 said, at = dict(self._states), time.monotonic()
-                kit.line_worker.say(report)
+                kit.messages.say(report)
 
     async def _follow_kernel(self) -> None:
         matcher = self._matcher("kernel", "kernel")
