@@ -199,7 +199,7 @@ class BpfLink(Descriptor):
         return cls(_checked(_library().bpf_obj_get(os.fsencode(path)), f"pin {path}"))
 
     def read(self) -> bytes:
-        """All that an iterator writes in one run. Not for the loop: it may visit many objects."""
+        """All that an iterator writes in one run. It may visit many objects, and wait."""
         found = bytearray()
         fd = _checked(_library().bpf_iter_create(self.fd), "bpf iterator")
         with kit.files.closing(fd):
@@ -334,6 +334,16 @@ def loaded(
         )
     finally:
         lib.bpf_object__close(handle)
+
+
+def iterated(path: str, program: str) -> str:
+    """All that an iterator of the object file writes in one run, as os.fsdecode makes it: for a
+    child. OSError as ``loaded``."""
+    with contextlib.ExitStack() as opened:
+        made, maps = opened.enter_context(loaded(Path(path), program, {}))
+        for each in (made, *maps.values()):
+            opened.callback(each.close)
+        return os.fsdecode(opened.enter_context(contextlib.closing(made.iterate())).read())
 
 
 def _shape(item: int) -> tuple[int, int, int, int]:

@@ -109,19 +109,22 @@ def backings() -> tuple[list[Backing], list[str]]:
 
 def backing(name: str) -> list[Backing]:
     """Of a loop device its name, its file, and the numbers of the file's file system and of the
-    device that the file stands for; nothing of one that is detached."""
+    device that the file stands for; nothing of one that is detached. OSError."""
     status = bytearray(_INFO_BYTES)
-    with contextlib.suppress(OSError):
+    try:
         with (
             _node(int(name.removeprefix("loop"))) as node,
             kit.files.closing(os.open(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd,
         ):
             # The kernel asks the file system for the file, so a dead server keeps this waiting.
             fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
-        on, _, device = struct.unpack_from("=QQQ", status)
-        numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
-        return [(name, rbd_sysfs.text(str(_BLOCK / name / "loop/backing_file")), numbers)]
-    return []
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENOENT, errno.ENODEV):
+            return []
+        raise
+    on, _, device = struct.unpack_from("=QQQ", status)
+    numbers = [[os.major(number), os.minor(number)] for number in sorted({on, device})]
+    return [(name, rbd_sysfs.text(str(_BLOCK / name / "loop/backing_file")), numbers)]
 
 
 def _is_served(mount: mountinfo.Mount) -> bool:

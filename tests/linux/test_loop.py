@@ -1,6 +1,7 @@
 """Loop devices over files: they read as the disk below does."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_a_loop_device_that_may_lie_on_a_network_file_system_is_left_to_others(
 
     def node(number: int) -> contextlib.AbstractContextManager[str]:
         asked.append(files[number])
-        raise OSError
+        raise OSError(errno.ENXIO, "No such device")
 
     monkeypatch.setattr(loop, "_BLOCK", tmp_path)
     monkeypatch.setattr(mountinfo, "of", lambda pid: mounts)

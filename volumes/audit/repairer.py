@@ -225,8 +225,12 @@ class Repairer:
         if step is Step.UNMAP:
             assert device is not None
             nbd = device.driver == "nbd"
-            # One that does not answer, for its server is dead, lies on no disk.
-            backings, _ = await scan.backings(scan.LOOPS_SECONDS) if nbd else ([], [])
+            backings, silent = await scan.backings(scan.LOOPS_SECONDS) if nbd else ([], [])
+            if silent:
+                raise kit.child.DeadlineError(
+                    f"loop devices {kit.errors.some(silent, scan.MOST_NAMES)}",
+                    "do not say whether they lie on it", "detach those whose server is dead",
+                )  # fmt: skip
             await kit.child.call(
                 executors.unmap, device.name, device.driver, list(device.number), device.diskseq,
                 device.client.mapping_id if device.client else "", backings,

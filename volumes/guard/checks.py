@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+import kit.errors
 import kit.tasks
 from ceph.protocol import Extents
 from linux import blockdev, procfs
@@ -31,10 +32,7 @@ log = structlog.get_logger("volumes")
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 # Between checks while the writer of an expired lease is at work: each reads the device.
 OVERDUE_CHECK_SECONDS, LONGEST_OVERDUE_SECONDS = 10.0, 300.0
-WRITING_SECONDS = 5.0  # of the kernel, for all open files of the node
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
-
-_WRITING = kit.tasks.Apart("open files")
 
 
 class Checks:
@@ -101,10 +99,11 @@ class Checks:
         known.seen = first = await self.probe(device)
         if not may_be_held(known, first):
             self._holds.end(device.name)  # what follows may take longer than an unmap tries
+        over = over and await self.is_still_over(before, device)
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
         if (first.type, first.uuid) == known.allowed_over and executor.until(device) is not None:
-            if over and untouched(before, executor.held(device)):
+            if over:
                 await executor.carry_out((lease.Step.FREE,), Turn(known, None))
             # What an operator permits to destroy is still there.
             return LEASED_CHECK_SECONDS, self._writer(known)
@@ -189,21 +188,25 @@ class Checks:
         if not procfs.sees_host():
             return False
         try:
-            async with asyncio.timeout(WRITING_SECONDS):
-                writing = await _WRITING.call(self.writing, number)
-        except (OSError, TimeoutError):
-            return False
-        return held.writer not in writing
+            return held.writer not in await self.writing(number)
+        except (kit.errors.AgentError, OSError, RuntimeError):
+            return False  # without CONFIG_BPF_EVENTS always, which ``Kernel.no_watch`` says, too
+
+    async def is_still_over(self, before: KernelLease | None, device: blockdev.BlockDevice) -> bool:
+        """The same once more, after the probe, for ``before`` that. Who was about to open the
+        device, or moved it to another descriptor, was perhaps not seen."""
+        over = await self.is_over(before, device.number)
+        ended = before is not None and not before.at_work
+        return over and (ended or untouched(before, self.executor.held(device)))
 
     async def rest(self, known: Known | None, again: asyncio.Event, wait: float) -> None:
-        """Until the next look, which comes at once when the writer of an expired lease is over."""
+        """Until the next look, which comes at once when the writer of an expired lease ends."""
         until = time.monotonic() + wait
         if known is not None and known.overdue is not None:
-            while (left := until - time.monotonic()) > 0:
+            while (left := until - time.monotonic()) > 0 and known.overdue.at_work:
                 if await kit.tasks.until(again, min(left, LEASED_CHECK_SECONDS)):
                     return
-                if await self.is_over(known.overdue, known.device.number):
-                    return
+            return
         await kit.tasks.until(again, max(0.0, until - time.monotonic()))
 
     async def _conclude(

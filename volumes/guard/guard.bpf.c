@@ -310,7 +310,7 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 }
 
 // Not attached: the agent reads from it who has which block device open for writing. The kernel calls it for each open
-// file of each process; it waits for no file system, and a node of the device may lie in any mount namespace.
+// file of each process, and asks no file system: a node of the device may lie in any mount namespace.
 SEC("iter/task_file") int nodeagent_open(struct bpf_iter__task_file *ctx)
 {
 	struct task_struct *task = ctx->task;

@@ -11,7 +11,6 @@ OSError from the kernel, HostError and InUseError.
 
 import contextlib
 import errno
-import functools
 import math
 import os
 import struct
@@ -23,6 +22,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kit.child
 import kit.errors
 import kit.files
 from linux import bpf, mountinfo, procfs
@@ -45,6 +45,7 @@ _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
 _NOBODY = (0, 0)  # no disk has this number
 _LOCK_SECONDS = 10.0
+WRITING_SECONDS = 2.0  # 0.2 us for each open file of the node
 
 Number = tuple[int, int]  # major, minor
 
@@ -652,24 +653,19 @@ class Kernel:
         return found
 
 
-def writing(number: Number) -> frozenset[procfs.StartedProcess]:
-    """The processes of this pid namespace that have the device open for writing. OSError. Not for
-    the loop: the kernel looks at each open file."""
-    found = _OPEN.iter_unpack(_open_files().read())
+async def writing(number: Number) -> frozenset[procfs.StartedProcess]:
+    """The processes of this pid namespace that have the device open for writing. An open that is
+    still under way does not count, and one that moves to another descriptor meanwhile may not.
+    OSError where the kernel has no CONFIG_BPF_EVENTS; AgentError, RuntimeError."""
+    # The reader has a reference to each file that it looks at. If its process closes that file
+    # meanwhile, the reader closes it at last, which may wait for a dead server: so a child.
+    read = kit.child.call(bpf.iterated, str(OBJECT), "nodeagent_open", deadline=WRITING_SECONDS)
+    found = _OPEN.iter_unpack(os.fsencode(await read))
     return frozenset(
         procfs.StartedProcess(started, pid)
         for major, minor, started, pid in found
         if (major, minor) == number
     )
-
-
-@functools.cache
-def _open_files() -> bpf.BpfLink:
-    """Stays open: it takes 15 ms to make. OSError where the kernel has no CONFIG_BPF_EVENTS."""
-    with bpf.loaded(OBJECT, "nodeagent_open", {}) as (program, maps), contextlib.closing(program):
-        for each in maps.values():
-            each.close()
-        return program.iterate()
 
 
 def _counters(held: bpf.Map) -> dict[str, int]:

@@ -18,6 +18,7 @@ from kit import processes
 from linux import blockdev, procfs
 from volumes import settings
 from volumes.guard import checks, denials, holds, lease, pace, steps
+from volumes.guard.kernel import KernelLease
 from volumes.guard.steps import Known, Turn
 from volumes.ledger import store
 from volumes.node import raw_block
@@ -27,7 +28,7 @@ log = structlog.get_logger("volumes")
 AGAIN_SECONDS = pace.FIRST_SECONDS  # least time between two checks of a device
 NO_CHILD_SECONDS = 5.0  # until a check for which no child could be started is tried again
 MOST_DEVICES = 1024
-ALLOW_SECONDS = 50.0  # an operator's wait for a check that is running; the request has 55
+ALLOW_SECONDS = 40.0  # an operator's wait for a check that is running; the request has 55
 
 
 class LeaseManager:
@@ -282,19 +283,12 @@ class LeaseManager:
         known = self.checks.meet(device)
         async with _alone(known):
             before = self.executor.held(device)
-            over = await self.checks.is_over(before, device.number)
-            at_work = before.at_work if before is not None and not over else 0
-            sees, then = procfs.sees_host(), "then try again"
-            if sees:
-                then += (
-                    f"; if it hangs, end it: kill {at_work}; if it does not end, its I/O hangs: "
-                )
-                then += "mend the cluster or restart the node; never unmap with force"
-            for why in lease.at_work(at_work, seen=sees):
-                raise kit.errors.RefusedError(path, why, then)
+            _refuse(path, before, over=await self.checks.is_over(before, device.number))
+            seen = await self.checks.probe(device)
+            over = await self.checks.is_still_over(before, device)
+            _refuse(path, before, over=over)
             log.warning("format permitted by an operator", device=device.name, volume=volume,
                         by=by, reason=reason)  # fmt: skip
-            seen = await self.checks.probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
             await self.checks.grant(known, f"{by}: {reason}", over=before if over else None)
@@ -326,6 +320,17 @@ class LeaseManager:
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
+
+
+def _refuse(path: str, before: KernelLease | None, *, over: bool) -> None:
+    """RefusedError while a process formats."""
+    at_work = before.at_work if before is not None and not over else 0
+    sees, then = procfs.sees_host(), "then try again"
+    if sees:
+        then += f"; if it hangs, end it: kill {at_work}; if it does not end, its I/O hangs: "
+        then += "mend the cluster or restart the node; never unmap with force"
+    for why in lease.at_work(at_work, seen=sees):
+        raise kit.errors.RefusedError(path, why, then)
 
 
 @contextlib.asynccontextmanager

@@ -147,13 +147,14 @@ class Executor:
                             device.name, "another device was attached to it", "try it again"
                         )
                 case Step.RESERVE:
-                    self.attached().reserve(device.number, device.diskseq)
+                    # Who opened the device again keeps its lease, also one that has ended.
+                    if turn.over is None or self._is_over(turn.over, device):
+                        self.attached().reserve(device.number, device.diskseq)
                 case Step.GRANT:
                     until = time.monotonic() + turn.seconds
                     grace = 0.0 if turn.by_pod else self.grace(device)
-                    if (was := turn.over) and (
-                        not was.at_work or untouched(was, self.held(device))
-                    ):  # before the grant: who comes after it has the lease
+                    if turn.over is not None and self._is_over(turn.over, device):
+                        # Before the grant: who comes after it has the lease.
                         self.attached().free(device.number)
                     self.attached().grant(device.number, until, device.diskseq, grace)
                     if turn.by_pod:
@@ -173,6 +174,9 @@ class Executor:
                     await self._record(turn)
                 case Step.CLOSE_PERMISSION:
                     turn.entry = await self._closed(device, entry)
+
+    def _is_over(self, before: kernel.KernelLease, device: blockdev.BlockDevice) -> bool:
+        return not before.at_work or untouched(before, self.held(device))
 
     async def _closed(
         self, device: blockdev.BlockDevice, written: store.Entry | None

@@ -1,5 +1,6 @@
 """Part of test_ways: ways to write that need SCSI or the device mapper, on Debian's kernel."""
 
+import asyncio
 import ctypes
 import fcntl
 import os
@@ -50,7 +51,7 @@ def linear(name: str, disk: str, start: int) -> None:
 
 
 def writers(number: kernel.Number) -> set[int]:
-    return {each.pid for each in kernel.writing(number)}
+    return {each.pid for each in asyncio.run(kernel.writing(number))}
 
 
 def main() -> None:

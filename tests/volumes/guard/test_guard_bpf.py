@@ -1,5 +1,6 @@
 """What the kernel refuses and what it never hinders, whoever asks and from wherever."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from linux import bpf
+from linux import bpf, procfs
 from tests.testbed import blockdev, cell, grave, waiting
 from volumes.guard import kernel
 
@@ -362,7 +363,7 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
         ]
         writer = guard.leases()[number].writer
         assert writer is not None and writer.pid == first.pid and not writer.has_ended()
-        assert writer in kernel.writing(number)
+        assert writer in _writing(number)
         # Another process with its number, later.
         guard.maps["writers"].set(
             struct.pack("=II", *number), struct.pack("=QQ", writer.started - 10**7, writer.pid)
@@ -379,6 +380,10 @@ def test_a_lease_belongs_to_the_first_process(guarded: cell.Cell, tmp_path: Path
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0
         guard.free(number)
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
+
+
+def _writing(number: kernel.Number) -> frozenset[procfs.StartedProcess]:
+    return asyncio.run(kernel.writing(number))
 
 
 # Opens the device in each way, and keeps its files open. Its first thread may
@@ -421,13 +426,13 @@ def test_the_kernel_says_who_has_a_device_open_for_writing(
         try:
             assert program.stdout is not None and program.stdout.readline() == "ready\n"
             writer = guard.leases()[number].writer
-            assert (program.pid in {each.pid for each in kernel.writing(number)}) == writes
-            assert (writer in kernel.writing(number)) == writes
-            assert kernel.writing((number[0], number[1] + 1)) == frozenset()
+            assert (program.pid in {each.pid for each in _writing(number)}) == writes
+            assert (writer in _writing(number)) == writes
+            assert _writing((number[0], number[1] + 1)) == frozenset()
         finally:
             program.kill()
             program.communicate()
-        assert kernel.writing(number) == frozenset()
+        assert _writing(number) == frozenset()
 
 
 def test_a_pods_lease_is_everybodys(guarded: cell.Cell, tmp_path: Path) -> None:

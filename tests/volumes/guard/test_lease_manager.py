@@ -239,7 +239,7 @@ def uses(world: World, process: "subprocess.Popen[bytes]") -> procfs.StartedProc
 @pytest.fixture
 def formatter(world: World) -> Iterator["subprocess.Popen[bytes]"]:
     """It has the device open."""
-    world.writing = lambda _: {each.writer for each in world.map.values() if each.writer}
+    world.writes = True
     with subprocess.Popen(["sleep", "infinity"]) as process:
         yield process
         process.kill()
@@ -431,45 +431,36 @@ async def test_a_shell_that_lives_on_keeps_no_blank_volume_from_its_next_lease(
 
 
 async def test_in_doubt_a_writer_that_lives_keeps_the_lease(
-    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]"
+    world: World, shell: "subprocess.Popen[bytes]"
 ) -> None:
-    """The kernel does not say who has the device open, or takes its time."""
-    monkeypatch.setattr(checks, "WRITING_SECONDS", 0.1)
-    free = threading.Event()
+    """The kernel does not say who has the device open."""
 
-    def refuses(_: blockdev.Number) -> set[procfs.StartedProcess]:
+    async def refuses(number: blockdev.Number) -> frozenset[procfs.StartedProcess]:
         raise OSError(errno.EINVAL, "Invalid argument")
-
-    def hangs(_: blockdev.Number) -> set[procfs.StartedProcess]:
-        free.wait(waiting.limit(60))
-        return set()
 
     await world.checked()
     uses(world, shell)
-    try:
-        for world.writing in (refuses, hangs):
-            await looked_again(world)
-            assert world.map[254, 99].writer
-    finally:
-        free.set()
+    world.manager.checks.writing = refuses
+    for until in (time.monotonic() + 60, time.monotonic() - 5):
+        world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=until)
+        await looked_again(world)
+        assert world.map[254, 99].writer
 
 
-async def test_the_close_of_an_overdue_formatter_is_seen_between_looks(
-    world: World, monkeypatch: pytest.MonkeyPatch, formatter: "subprocess.Popen[bytes]"
+async def test_a_writer_that_the_first_look_does_not_show_keeps_the_lease(
+    world: World, shell: "subprocess.Popen[bytes]"
 ) -> None:
-    monkeypatch.setattr(checks, "LEASED_CHECK_SECONDS", 0.01)
-    world.map[254, 99] = kernel.KernelLease(time.monotonic() - 5, 0)
-    writer, asked = uses(world, formatter), []
+    """Its open was still under way, or its descriptor moved."""
+    await world.checked()
+    writer, asked = uses(world, shell), []
 
-    def writing(_: blockdev.Number) -> set[procfs.StartedProcess]:
+    async def writing(number: blockdev.Number) -> frozenset[procfs.StartedProcess]:
         asked.append(1)
-        return {writer} if len(asked) < 3 else set()
+        return frozenset({writer} if len(asked) == 2 else ())
 
-    world.writing = writing
-    known = steps.Known(DEVICE, overdue=world.map[254, 99])
-    rest = world.manager.checks.rest(known, asyncio.Event(), 3600.0)
-    await asyncio.wait_for(rest, waiting.limit(30))
-    assert len(asked) == 3
+    world.manager.checks.writing = writing
+    await looked_again(world)
+    assert len(asked) == 2 and world.map[254, 99].writer
 
 
 async def test_content_of_one_that_closed_the_device_leaves_it_five_seconds(
@@ -532,7 +523,7 @@ async def test_an_operator_permits_the_next_try_after_one_that_left_no_blank_vol
     await world.checked()
     uses(world, formatter)
     if lives:
-        world.writing = lambda _: set()
+        world.writes = False
     else:
         formatter.kill()
         formatter.wait()
@@ -575,10 +566,12 @@ async def test_an_opener_keeps_no_lease_that_an_operator_permits_for_a_dead_writ
     assert (world.map[254, 99].writer is None) is not full
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("during", ["probe", "write"])
 async def test_an_operators_permission_takes_the_lease_from_no_writer_that_opens_it_again(
-    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]", during: str
-) -> None:
+    world: World, monkeypatch: pytest.MonkeyPatch, shell: "subprocess.Popen[bytes]", during: str,
+    ends: bool,
+) -> None:  # fmt: skip
     """It had closed the device when it was asked for. Two would write at once."""
     monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
     monkeypatch.setattr(blockdev, "in_use", lambda device: False)
@@ -589,10 +582,15 @@ async def test_an_operators_permission_takes_the_lease_from_no_writer_that_opens
 
     async def slow(*words: Any) -> Any:
         world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=4)
+        if ends:
+            until = time.monotonic() - 0.01
+            world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=until)
         return await function(*words)
 
     monkeypatch.setattr(world, during, slow)
-    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    refused = pytest.raises(kit.errors.RefusedError, match=f"process {shell.pid} formats it now")
+    with refused if during == "probe" else contextlib.nullcontext():
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
     writer = world.map[254, 99].writer
     assert writer is not None and writer.pid == shell.pid
 

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ class World:
         self.beats = 0
         self.holds = Holds(self.did)
         self.map: dict[blockdev.Number, kernel.KernelLease] = {}
-        self.writing: Callable[[blockdev.Number], set[procfs.StartedProcess]]
-        self.writing = lambda _: set()
+        self.writes = False  # who has the lease has the device open
         self.ledger = store.LedgerStore(folder)
         self.ledger.load()
         monkeypatch.setattr(blockdev, "identify", self._identify)
@@ -106,7 +104,7 @@ class World:
             steps.Executor(self, self.ledger, self, witness()),  # type: ignore[arg-type]
             errors,
         )
-        made.checks.writing = lambda number: frozenset(self.writing(number))
+        made.checks.writing = self.writing
         made.checks.prober = self  # type: ignore[assignment]
         made.holds = made.checks._holds = self.holds  # type: ignore[assignment]
         return made
@@ -136,6 +134,10 @@ class World:
 
     async def close(self) -> None:
         pass
+
+    async def writing(self, number: blockdev.Number) -> frozenset[procfs.StartedProcess]:
+        held = self.map.get(number)
+        return frozenset({held.writer} if self.writes and held and held.writer else ())
 
     def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
         self.did.append("reserve")

@@ -35,7 +35,7 @@ MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
 LOOPS_SECONDS, _LOOP_SECONDS = 5.0, 2.0  # for all loop devices, and for one of a server
-_MOST_LOOPS_HANG, _MOST_NAMES = 4, 8
+_MOST_LOOPS_HANG, MOST_NAMES = 4, 8
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -196,7 +196,7 @@ async def _with_loops(inventory: Inventory, until: float) -> Inventory:
     users = inventory.users + tuple(holders.loops(found, set(inventory.users_of)))
     gaps = inventory.gaps
     if silent:
-        gaps += (f"loop devices: no answer of {kit.errors.some(silent, _MOST_NAMES)}",)
+        gaps += (f"loop devices: no answer of {kit.errors.some(silent, MOST_NAMES)}",)
     return dataclasses.replace(inventory, users=users, gaps=gaps)
 
 
@@ -215,7 +215,8 @@ async def backings(deadline: float) -> tuple[list[loop.Backing], list[str]]:
             try:
                 found.extend(await kit.child.call(loop.backing, name, deadline=wait))
                 silent.remove(name)
-            except (kit.errors.AgentError, RuntimeError):
+            except (kit.errors.AgentError, OSError, RuntimeError):
+                left = max(0.0, until - time.monotonic())
                 if await kit.child.hangs(loop.backing, name, seconds=left):
                     return
 
