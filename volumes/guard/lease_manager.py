@@ -28,7 +28,7 @@ log = structlog.get_logger("volumes")
 AGAIN_SECONDS = pace.FIRST_SECONDS  # least time between two checks of a device
 NO_CHILD_SECONDS = 5.0  # until a check for which no child could be started is tried again
 MOST_DEVICES = 1024
-ALLOW_SECONDS = 40.0  # an operator's wait for a check that is running; the request has 55
+ALLOW_SECONDS = 50.0  # an operator's wait for a check that is running; the request has 55
 
 
 class LeaseManager:
