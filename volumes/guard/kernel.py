@@ -45,7 +45,7 @@ _CALLER = struct.Struct("=IIQ16s")
 _FOREVER = 2**63
 _NOBODY = (0, 0)  # no disk has this number
 _LOCK_SECONDS = 10.0
-WRITING_SECONDS = 2.0  # 0.2 us for each open file of the node
+WRITING_SECONDS = 5.0  # 0.2 us for each open file of the node
 
 Number = tuple[int, int]  # major, minor
 
