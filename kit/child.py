@@ -60,9 +60,4 @@ def _about(function: Callable[..., Any], *first: Any) -> str:
 
 async def read_small(path: Path, most: int, deadline: float) -> bytes:
     """As ``kit.files.read_small``, in a child. OSError, DeadlineError, RuntimeError as ``call``."""
-    return os.fsencode(await call(content, str(path), most, deadline=deadline))
-
-
-def content(path: str, most: int) -> str:
-    """In the child."""
-    return os.fsdecode(files.read_small(path, most))
+    return os.fsencode(await call(files.content, str(path), most, deadline=deadline))

@@ -84,6 +84,11 @@ def read_small(path: str | Path, most: int = LARGEST_SMALL) -> bytes:
     return data
 
 
+def content(path: str, most: int) -> str:
+    """The same for a child: as os.fsdecode makes it."""
+    return os.fsdecode(read_small(path, most))
+
+
 def _too_large(path: str | Path, most: int) -> OSError:
     return OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
 

@@ -157,7 +157,8 @@ class Agent:
         try:
             await kit.child.call(kit.files.keep, *copy, deadline=KEEP_SECONDS)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            why = f"no copy of the settings is kept at {self._last_good} ({error})"
+            cause = getattr(error, "strerror", None) or error
+            why = f"no copy of the settings is kept at {self._last_good} ({cause})"
             log.warning(why)
 
     async def _follow_settings(self) -> None:

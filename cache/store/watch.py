@@ -52,7 +52,7 @@ class StoreWatch:
         self._about = f"disk of cache.store {store}"
         self._worker = kit.line_worker.LineWorker(
             "cache.store.probe:main", probe.Seen, about=self._about,
-            backoff=kit.pause.Backoff(0.5, 5.0), forked=True,
+            backoff=kit.pause.Backoff(0.5, 5.0),
         )  # fmt: skip
 
     async def follow(self) -> None:
