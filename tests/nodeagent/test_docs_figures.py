@@ -40,6 +40,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "Python 3.11": VERSION,
         "about 100,000 files": LIMIT,
         "Apache-2.0": NAME,
+        "99th percentile": "what the row is",
     },
     "docs/capacity.md": {
         "33 to 91 bytes": SCALE,
