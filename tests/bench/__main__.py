@@ -1,26 +1,30 @@
-"""``python -m tests.bench [ROOM...] [--only GROUP]``: run benchmarks, print a table, keep JSON.
+"""``python -m tests.bench [ROOM...] [--only GROUP]``: run benchmarks, print a table, keep a report.
 
 ``--rounds N`` and ``--size NAME=SIZE`` take less, or more, than a group takes by itself.
 ``--tiny`` shows that all of them run, and measures nothing.
 
-A whole room goes to build/bench/<room>.json. A selection of its groups goes to
-build/bench/<room>.part.json, so that figures of different runs are never mixed in one file.
+build/bench/report.json gets the rows of each group that ran to its end. Of other groups it keeps
+what it has, with its date and its commit. A group that fails does not stop the others.
 """
 
 import argparse
-import dataclasses
+import contextlib
 import importlib
-import json
 import os
 import pkgutil
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import kit.units
 import tests.bench
-from tests.bench import harness
+from tests.bench import harness, report
 from tests.testbed import machine
+
+SIZES = ("SOAK_SECONDS",)
 
 
 def rooms(wanted: list[str]) -> dict[str, Mapping[str, harness.Group]]:
@@ -38,19 +42,15 @@ def rooms(wanted: list[str]) -> dict[str, Mapping[str, harness.Group]]:
     return found
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
-
-
 def _line(name: str, entry: harness.Entry) -> str:
     bound = "<" if entry.ratio is None else ">="
-    low, high = entry.spread
+    ratio, target, ours, peer, low, high = (
+        report.number(each)
+        for each in (entry.ratio, entry.target, entry.ours, entry.peer, *entry.spread)
+    )
     return (
-        f"{name:28} {_number(entry.ratio):>8} {bound + _number(entry.target):>8} "
-        f"{'yes' if entry.reached else 'NO':>7} {_number(entry.ours):>10} "
-        f"{_number(entry.peer):>10} {_number(low)}..{_number(high)}  {entry.unit} {entry.note}"
+        f"{name:28} {ratio:>8} {bound + target:>8} {'yes' if entry.reached else 'NO':>7} "
+        f"{ours:>10} {peer:>10} {low}..{high}  {entry.unit} {entry.note}"
     ).rstrip()
 
 
@@ -59,32 +59,58 @@ def _size(text: str) -> tuple[str, int]:
     return name, kit.units.parse_size(value)
 
 
-def _run(
-    room: str,
+def _set() -> str:
+    """Variables that change what a group measures, as they stand before its command."""
+    return "".join(f"{each}={os.environ[each]} " for each in SIZES if each in os.environ)
+
+
+def measure(
     groups: Mapping[str, harness.Group],
-    only: list[str],
+    room: str,
     place: harness.Workplace,
-) -> bool:
-    entries: dict[str, harness.Entry] = {}
-    chosen = {name: group for name, group in groups.items() if not only or name in only}
-    with place:
-        for name, group in chosen.items():
-            harness.say(f"{room}: {name}")
-            for key, entry in group(place):
+    kept: report.Report,
+    options: str = "",
+) -> dict[str, harness.Entry | None]:
+    """Each group of a room, into the report; None under the name of a group that failed."""
+    entries: dict[str, harness.Entry | None] = {}
+    for group, act in groups.items():
+        name = f"{room} {group}"
+        run = report.this_run(f"{_set()}python -m tests.bench {room} --only {group}{options}")
+        harness.say(f"{room}: {group}")
+        kept.begin(name, run)
+        rows: dict[str, report.Row] = {}
+        try:
+            for key, entry in act(place):
+                rows[key] = report.row(key, entry)
                 entries[key] = entry
                 harness.say(_line(key, entry))
-    if place.tiny:
-        print(f"{len(entries)} figures without meaning")
-        return True
-    file = harness.RESULTS / f"{room}{'.part' if len(chosen) < len(groups) else ''}.json"
-    kept = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
-    file.write_text(json.dumps(kept, indent=1) + "\n")
+        except Exception as error:  # whatever a benchmark meets: the others are measured
+            traceback.print_exc()
+            kept.fail(name, run, f"{type(error).__name__} after {len(rows)} rows")
+            entries[name] = None
+        except BaseException:
+            kept.fail(name, run, f"cut after {len(rows)} rows")
+            raise
+        else:
+            kept.end(name, run, rows)
+    return entries
+
+
+def _show(entries: Mapping[str, harness.Entry | None]) -> None:
     head = f"{'benchmark':28} {'ratio':>8} {'target':>8} {'reached':>7} {'ours':>10} {'peer':>10}"
     print(f"\n{head} spread")
     for name, entry in entries.items():
-        print(_line(name, entry))
-    print(f"written to {file.relative_to(harness.ROOT)}")
-    return all(entry.reached for entry in entries.values())
+        print(_line(name, entry) if entry else f"{name:28} FAILED")
+
+
+@contextlib.contextmanager
+def _report(tiny: bool) -> Iterator[Path]:
+    """The file of the report; of a tiny run one that goes with it."""
+    if not tiny:
+        yield harness.RESULTS / report.NAME
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / report.NAME
 
 
 def main() -> int:
@@ -111,19 +137,31 @@ def main() -> int:
     if os.geteuid() != 0:
         parser.error("benchmarks mount file systems and drop caches: run them as root")
     began = time.monotonic()
-    missed = False
-    with machine.held():  # real tests would be measured, and meet what is mounted here
+    sizes = "".join(f" --size {name}={size}" for name, size in options.size)
+    rounds = f" --rounds {options.rounds}" if options.rounds != harness.ROUNDS else ""
+    entries: dict[str, harness.Entry | None] = {}
+    with machine.held(), _report(options.tiny) as file:  # real tests would be measured
         for room, named in known.items():
-            if not options.only or set(options.only) & set(named):
+            chosen = {n: act for n, act in named.items() if not options.only or n in options.only}
+            if chosen:
                 place = harness.Workplace(
                     harness.RESULTS / "work", tiny=options.tiny, rounds=options.rounds,
                     sizes=dict(options.size),
                 )  # fmt: skip
-                missed |= not _run(room, named, options.only, place)
+                with place:
+                    kept = report.Report(file)
+                    found = measure(chosen, room, place, kept, f"{rounds}{sizes}")
+                if not options.tiny:
+                    _show(found)
+                entries |= found
+    if options.tiny:
+        print(f"{len(entries)} figures without meaning")
+    else:
+        print(f"written to {file.relative_to(harness.ROOT)}")
     harness.say(f"{time.monotonic() - began:.0f} s")
-    if missed:
+    if not options.tiny and not all(entry is None or entry.reached for entry in entries.values()):
         harness.say("some targets are missed")
-    return 0
+    return 1 if None in entries.values() else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 A room adds ``tests/bench/<room>.py`` with ``GROUPS``, a mapping of a group's name to a function
 that takes a ``Workplace`` and yields ``(name, Entry)``; ``python -m tests.bench`` finds it.
+``tests/bench/words.py`` says in plain words what each name is.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ class Entry:
 
     ``ratio`` is the median of the rounds' own ratios, ``spread`` their least and greatest: the
     sides of a round are a moment apart, so that what slows the machine down slows both. Where
-    there is no peer, ``ratio`` is None and ``spread`` is that of ``ours``.
+    there is no peer, ``ratio`` is None and ``spread`` is that of ``ours``. ``rounds``: how many
+    values the figure was made of.
     """
 
     ratio: float | None
@@ -46,6 +48,7 @@ class Entry:
     spread: tuple[float, float]
     unit: str
     note: str = ""
+    rounds: int = 1
 
 
 Results = Iterator[tuple[str, Entry]]
@@ -67,14 +70,22 @@ def at_least(
         spread=(min(ratios), max(ratios)),
         unit=unit,
         note=note,
+        rounds=len(ratios),
     )
 
 
-def at_most(ours: Sequence[float], target: float, unit: str, note: str = "") -> Entry:
-    """A figure with a bound and no peer; its median must stay below ``target``."""
+def at_most(
+    ours: Sequence[float], target: float, unit: str, note: str = "", rounds: int = 0
+) -> Entry:
+    """A figure with a bound and no peer; its median must stay below ``target``.
+
+    ``rounds``: where ``ours`` is not one value for each of them but, say, their least.
+    """
     middle = statistics.median(ours)
     spread = (min(ours), max(ours))
-    return Entry(None, target, middle < target, middle, None, spread, unit, note)
+    return Entry(
+        None, target, middle < target, middle, None, spread, unit, note, rounds or len(ours)
+    )
 
 
 def in_turn(sides: Mapping[str, Side], rounds: int) -> dict[str, list[float]]:

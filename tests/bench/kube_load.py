@@ -129,7 +129,7 @@ class Fleet:
         yield (
             f"{name}_requests",
             harness.at_most(
-                [each * NODES / lasted], bound, "requests/s of 7,500 nodes",
+                [each * NODES / lasted], bound, "requests/s",
                 f"in {lasted:,.0f} s; a node: {each:.2f}, of these {parts}",
             ),
         )  # fmt: skip
@@ -137,7 +137,7 @@ class Fleet:
         yield (
             f"{name}_bytes",
             harness.at_most(
-                [received * NODES / lasted / 1e6], 100.0, "MB/s to 7,500 nodes",
+                [received * NODES / lasted / 1e6], 100.0, "MB/s",
                 f"a node: {received / 1e3:,.1f} kB from the server, {sent / 1e3:,.1f} kB to it",
             ),
         )  # fmt: skip
@@ -152,7 +152,7 @@ class Fleet:
         yield (
             f"{name}_lists",
             harness.at_most(
-                [max(lists)], allowed + 0.5, "lists of one kind by one node",
+                [max(lists)], allowed + 0.5, "lists",
                 f"mean {sum(lists) / len(lists):.2f}; one in 30 s is allowed",
             ),
         )  # fmt: skip
@@ -161,7 +161,7 @@ class Fleet:
         yield (
             f"{name}_server",
             harness.at_most(
-                [(api - api_was) / took * scale], 32.0, "cores of the API server for 7,500 nodes",
+                [(api - api_was) / took * scale], 32.0, "cores",
                 f"here {(api - api_was) / took:.2f} cores, etcd {(etcd - etcd_was) / took:.2f}; "
                 f"memory {after[0][1]:,.0f} MiB, etcd {after[1][1]:,.0f} MiB",
             ),

@@ -83,7 +83,7 @@ def _cost_of_opens(place: harness.Workplace, where: cell.Cell, device: str) -> h
         without, with_it = (1e6 * min(each[state]) for state in ("without", "with"))
         # The least of each: other work on the machine only ever adds.
         note = f"added; {without:.2f} without, {with_it:.2f} with the program, least of {rounds}"
-        yield name, harness.at_most([with_it - without], MOST_ADDED_US, "us", note)
+        yield name, harness.at_most([with_it - without], MOST_ADDED_US, "µs", note, rounds)
 
 
 async def _probes(device: str, probes: int) -> list[float]:

@@ -63,7 +63,7 @@ def test_page_has_every_exit_code() -> None:
     assert {str(code) for code in codes} <= set(rows)
 
 
-@pytest.mark.parametrize("name", ["api", "crds"])
+@pytest.mark.parametrize("name", ["api", "bench", "crds"])
 def test_reference_is_current(name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     assert page == scripts.load(f"{name}_doc").document(), f"run scripts/{name}_doc.py"
