@@ -93,9 +93,12 @@ ceph_bindings
 if [ "$what" != base ] || { command -v clang >/dev/null && [ -e /usr/include/bpf/bpf_helpers.h ]; }; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.
 images() { .venv/bin/python scripts/image.py prepare "$@"; }
-if [[ " gate long " == *" $what "* ]]; then step scripts/ceph.sh trixie; fi
-if [ "$what" = gate ]; then step images bookworm; fi
+if [ "$what" = gate ]; then
+  step scripts/ceph.sh trixie
+  step images bookworm
+fi
 if [ "$what" = long ]; then
+  step scripts/ceph.sh trixie sid
   step images bookworm trixie
   step scripts/guest.sh build/guest
 fi

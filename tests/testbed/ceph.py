@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -292,7 +293,7 @@ class CephCluster:
         monmap = str(self.folder / "monmap")
         addresses = f"[v2:{self.ip}:{self.port_v2},v1:{self.ip}:{self.port_v1}]"
         # A monitor ends at once when this is more than two releases before its own.
-        name = self.version.split()[-2]
+        name = re.findall(r"\) (\w+) \(", self.version)[0]
         drawn = (
             *("monmaptool", "--create", "--clobber", "--fsid", self.fsid),
             *("--addv", "a", addresses, "--set-min-mon-release", name, monmap),
