@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,8 @@ os._exit(0)  # librados' own end is not what is tested here
 class CephCluster:
     """One cluster. ``start`` creates it when absent and waits until it can be used.
 
-    ``release``: of Debian, for the daemons; "": this machine's own.
+    ``release``: of Debian, for the daemons; "": this machine's own. ``older_clients``: the clients
+    of before Ceph 20.2.4, too, may use a cluster of after it.
     """
 
     def __init__(
@@ -156,10 +157,13 @@ class CephCluster:
         ip: str = "127.0.0.1",
         osd_bytes: int = 20 * 2**30,
         release: str = RELEASE,
+        *,
+        older_clients: bool = True,
     ) -> None:
         self.folder = folder.absolute()
         self.ip = ip
         self.release = release
+        self._older_clients = older_clients
         self._osd_bytes = osd_bytes
         self.fsid = str(uuid.uuid4())
         self.port_v1 = self.port_v2 = 0
@@ -257,6 +261,26 @@ class CephCluster:
             )
             (self.folder / "created").touch()
         self._wait_usable()
+        if self._older_clients and not self.secret().startswith("AQ"):
+            self._allow_older_clients()
+
+    def _allow_older_clients(self) -> None:
+        """The administrator gets a key of a type that they know, and so do new users."""
+        self.run(*self.inside("ceph", "mon", "set", "auth_allowed_ciphers", "aes,aes256k"))
+        self.run(*self.inside("ceph", "mon", "set", "auth_preferred_cipher", "aes"))
+        self.take_key(self.inside("ceph", "auth", "rotate", "client.admin", "--key-type", "aes"))
+
+    def take_key(self, rotate: Sequence[str]) -> None:
+        """The administrator's new key is in the keyring. A monitor applies what was set before the
+        command a moment after it has answered."""
+
+        def rotated() -> str:
+            with contextlib.suppress(RuntimeError):
+                return self.run(*rotate)
+            return ""
+
+        made = waiting.until(rotated, 20, "a new key", pause=0.5)
+        (self.folder / "keyring").write_text(made)  # the monitor has its own in its data
 
     def _create(self) -> None:
         for name in ("run", "log", "crash", "mon.a", "mgr.x", "osd.0", "mds.a"):
@@ -461,9 +485,11 @@ def _is_stopped(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def running(folder: Path, release: str = RELEASE) -> Iterator[CephCluster]:
+def running(
+    folder: Path, release: str = RELEASE, *, older_clients: bool = True
+) -> Iterator[CephCluster]:
     """A cluster that is stopped at the end."""
-    made = CephCluster(folder, release=release)
+    made = CephCluster(folder, release=release, older_clients=older_clients)
     try:
         made.start()
         yield made
