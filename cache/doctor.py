@@ -59,8 +59,9 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             asked = source.model_dump(mode="json"), section.this_node.model_dump(mode="json")
             found.append(Check(f"claim {name}", claim, asked, cost))
             continue
-        key = (str(source.secret_file), source.user)
-        found.append(Check(f"key {name}", secrets.has_key, key, cost))
+        mounted_by = source.client if isinstance(source, CephfsSource) else ""
+        about_key = str(source.secret_file), source.user, mounted_by
+        found.append(Check(f"key {name}", key, about_key, cost))
         found.append(Check(f"ceph {name}", monitors.reach, (list(source.monitors),), cost))
     clients = {source.client for source in sources.values() if isinstance(source, CephfsSource)}
     client = "auto" if len(clients) != 1 else clients.pop()
@@ -204,6 +205,11 @@ def directory(path: str, state_dir: str, by_object: bool) -> str:
     return f"{path} can be read"
 
 
+def key(secret_file: str, user: str, client: str) -> str:
+    """``client``: the setting of a CephFS; "" for an image, which librbd reads."""
+    return secrets.has_key(secret_file, user, client != "" and _by_kernel(client))
+
+
 def rbd() -> str:
     if not krbd.available():
         raise kit.errors.HostError(
@@ -213,8 +219,12 @@ def rbd() -> str:
     return f"the kernel's, {mapper} device mapper"
 
 
+def _by_kernel(client: str) -> bool:
+    return client != "fuse" and mounts.kernel_has("ceph")
+
+
 def cephfs(client: str) -> str:
-    kernel = client != "fuse" and mounts.kernel_has("ceph")
+    kernel = _by_kernel(client)
     fuse = client != "kernel" and shutil.which("ceph-fuse") is not None
     if not kernel and not fuse:
         raise kit.errors.HostError(

@@ -181,7 +181,12 @@ def _named(access: ImageAccess, thing: str, rados: Any, rbd: Any) -> Iterator[No
         ) from error
     except (rados.Error, rbd.Error) as error:
         raise kit.errors.SourceError(
-            thing, f"the cluster does not answer ({error})", f"see 'ceph status'; {again}"
+            thing,
+            f"the cluster does not answer ({error})",
+            # Newer OSDs (seen with 18.2) do not refuse a user that has no right to them: they are
+            # silent.
+            f"see 'ceph status', and whether client.{access.user} has osd 'profile "
+            f"rbd-read-only'; {again}",
         ) from error
 
 

@@ -14,9 +14,7 @@ import functools
 import json
 import math
 import os
-import re
 import struct
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +33,6 @@ except ImportError:  # no bindings on this host; _Connection says so
 MOST_BLOCKED = 20_000  # blocklist entries that are carried
 MOST_OBJECTS = 4096  # of an image without object map that are asked for
 _AT_ONCE = 32
-_CLIENT_VERSION_SECONDS = 5
 
 
 def main() -> None:
@@ -230,7 +227,7 @@ class _Connection:
             monitors_v1=_addresses(monitors, "v1"),
             monitors_v2=_addresses(monitors, "v2"),
             images=tuple(self._image_view(image) for image in images),
-            node_client=_node_client(),
+            node_client=secrets.node_client(),
             denied=tuple(denied),
         )
 
@@ -369,19 +366,3 @@ def _addresses(monitors: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
         for address in monitor.get("public_addrs", {}).get("addrvec", [])
         if address.get("type") == kind
     )
-
-
-def _node_client() -> str:
-    """Version of this node's Ceph client as its own tool gives it; empty without one."""
-    try:
-        done = subprocess.run(
-            ("rados", "--version"),
-            capture_output=True,
-            text=True,
-            timeout=_CLIENT_VERSION_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
-    return found[0] if found else ""

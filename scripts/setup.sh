@@ -2,7 +2,7 @@
 # Set up what the repo needs. Idempotent, quiet when nothing is to do.
 #   setup.sh base   the virtual environment with the command .venv/bin/nodeagent
 #   setup.sh full   also the real parts that benchmarks and most tests run against (needs root)
-#   setup.sh gate   also what 'make test' needs: the agent's image
+#   setup.sh gate   also what 'make test' needs: the agent's image, a later Ceph
 #   setup.sh long   also what 'make test-long' needs: its image on the second release of Debian, a guest's kernel
 cd "$(dirname "$0")/.."
 . scripts/steps.sh
@@ -93,8 +93,12 @@ ceph_bindings
 if [ "$what" != base ] || { command -v clang >/dev/null && [ -e /usr/include/bpf/bpf_helpers.h ]; }; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.
 images() { .venv/bin/python scripts/image.py prepare "$@"; }
-if [ "$what" = gate ]; then step images bookworm; fi
+if [ "$what" = gate ]; then
+  step scripts/ceph.sh trixie
+  step images bookworm
+fi
 if [ "$what" = long ]; then
+  step scripts/ceph.sh trixie sid
   step images bookworm trixie
   step scripts/guest.sh build/guest
 fi

@@ -11,6 +11,7 @@ becomes part of an answer to the kernel, after which every reader hangs.
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,8 @@ CLIENT_CACHE_INODES = 400_000
 CGROUP = "nodeagent-sources"
 DETACH_SECONDS = 15.0
 SHOWN = "shows.json"
+# For a type of key that it does not know Linux 6.1.192 says EINVAL, others ENOTSUPP (their 524).
+_KEY_UNKNOWN = (errno.EINVAL, 524)
 
 _CONF = """\
 [global]
@@ -110,7 +113,8 @@ class Way:
 
 async def way_to(source: CephfsSource, thing: str) -> Way:
     """Read the key and find the monitors. SourceError."""
-    secret = await secrets.fetch(source.secret_file, source.user, thing)
+    by_kernel = source.client != "fuse" and await asyncio.to_thread(mounts.kernel_has, "ceph")
+    secret = await secrets.fetch(source.secret_file, source.user, thing, by_kernel=by_kernel)
     way = Way(source, await monitors.resolve(source.monitors), secret, thing)
     if not way.addresses:
         cause = f"no monitor of {', '.join(source.monitors)} answers"
@@ -156,6 +160,9 @@ async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
     except kit.child.DeadlineError as error:
         raise way.explain("110") from error
     except OSError as error:
+        if error.errno in _KEY_UNKNOWN and secrets.is_aes256k(way.secret):
+            kernel = f"this kernel's client ({os.uname().release})"
+            raise secrets.unknown(way.source.user, way.thing, kernel) from error
         raise way.explain(str(error.errno)) from error
 
 

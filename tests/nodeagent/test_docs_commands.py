@@ -46,6 +46,14 @@ COVERED = {
     ("install.md", "kubectl get nodestorages"): "tests/kube/test_storage.py",
     ("remove.md", REMOVED): "tests/deploy/test_node_uninstall.py",
     ("CONTRIBUTING.md", "make setup"): "tests/nodeagent/test_docs_commands.py",  # make -n
+    (
+        "connect-ceph.md",
+        "ceph mon set auth_allowed_ciphers aes,aes256k",
+    ): "tests/e2e/test_ceph_releases.py",
+    (
+        "CONTRIBUTING.md",
+        "TEST_CEPH=trixie .venv/bin/python -m pytest -q tests/cache/sources/test_cephfs.py",
+    ): "tests/e2e/test_ceph_releases.py",  # its cluster, without the variable
     ("bare-metal.md", f"apt-get install {DEBIAN}"): "tests/deploy/test_release.py",
     (
         "bare-metal.md",

@@ -2,17 +2,22 @@
 
 It has a CephFS ``cephfs`` and a pool ``rbd``, listens on loopback only, and is made to be small and
 to start quickly: one of each daemon, no replicas, no scrubbing.
+
+The daemons are this machine's, or those of another release of Debian, from a root of their own
+(scripts/ceph.sh). Clients are this machine's, unless they are started by ``inside``.
 """
 
 import contextlib
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,10 @@ START_SECONDS = 120.0
 # A client that was killed holds up others for this long, and not for the minute of a session.
 REVOKE_SECONDS = 10
 DAEMONS = {"mon": "a", "mgr": "x", "osd": "0", "mds": "a"}
+REPO = Path(__file__).parents[2]
+ROOTS = REPO / "build" / "ceph"
+ROOTED = REPO / "tests" / "testbed" / "rooted.sh"
+RELEASE = os.environ.get("TEST_CEPH", "")  # for a run of tests by hand
 
 _CONF = """\
 [global]
@@ -120,7 +129,7 @@ _CAPS = {
     "osd.0": ("mon", "allow profile osd", "mgr", "allow profile osd", "osd", "allow *"),
 }
 
-# Runs under Debian's own interpreter, so that it needs nothing of the venv.
+# Runs under the interpreter of the daemons' Debian, so that it needs nothing of the venv.
 _MON_COMMANDS = """
 import json, os, sys, rados
 c = rados.Rados(conffile=os.environ['CEPH_CONF'], name='client.admin')
@@ -136,11 +145,25 @@ os._exit(0)  # librados' own end is not what is tested here
 
 
 class CephCluster:
-    """One cluster. ``start`` creates it when absent and waits until it can be used."""
+    """One cluster. ``start`` creates it when absent and waits until it can be used.
 
-    def __init__(self, folder: Path, ip: str = "127.0.0.1", osd_bytes: int = 20 * 2**30) -> None:
+    ``release``: of Debian, for the daemons; "": this machine's own. ``older_clients``: the clients
+    of before Ceph 20.2.4, too, may use a cluster of after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ip: str = "127.0.0.1",
+        osd_bytes: int = 20 * 2**30,
+        release: str = RELEASE,
+        *,
+        older_clients: bool = True,
+    ) -> None:
         self.folder = folder.absolute()
         self.ip = ip
+        self.release = release
+        self._older_clients = older_clients
         self._osd_bytes = osd_bytes
         self.fsid = str(uuid.uuid4())
         self.port_v1 = self.port_v2 = 0
@@ -157,6 +180,21 @@ class CephCluster:
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "CEPH_CONF": str(self.conf)}
+
+    def inside(self, *command: str) -> tuple[str, ...]:
+        """The command with the programs of the daemons' release. It sees the cluster's folder and
+        what lies beside it, and no other file of the machine."""
+        if not self.release:
+            return command
+        root = ROOTS / self.release
+        if not root.exists():
+            raise RuntimeError(f"{root} is not there: scripts/ceph.sh {self.release} makes it")
+        return (str(ROOTED), str(root.resolve()), str(self.folder.parent), "--", *command)
+
+    @functools.cached_property
+    def version(self) -> str:
+        """What the daemons say of themselves: "ceph version 16.2.15 (...) pacific (stable)"."""
+        return self.run(*self.inside("ceph-mon", "--version")).strip()
 
     def run(self, *command: str, timeout: float = waiting.limit(60.0)) -> str:
         """A command with this cluster's configuration; its output. Raises with its error text."""
@@ -177,9 +215,8 @@ class CephCluster:
         text = json.dumps(commands)
         for attempt in range(3):
             try:
-                out = self.run(
-                    "/usr/bin/python3", "-c", _MON_COMMANDS, text, timeout=waiting.limit(60.0)
-                )
+                asked = self.inside("/usr/bin/python3", "-c", _MON_COMMANDS, text)
+                out = self.run(*asked, timeout=waiting.limit(60.0))
                 return out.splitlines()
             except RuntimeError as error:
                 # Seen in a few of many starts: librados 16.2 itself aborts (boost::bad_get) or
@@ -224,6 +261,26 @@ class CephCluster:
             )
             (self.folder / "created").touch()
         self._wait_usable()
+        if self._older_clients and not self.secret().startswith("AQ"):
+            self._allow_older_clients()
+
+    def _allow_older_clients(self) -> None:
+        """The administrator gets a key of a type that they know, and so do new users."""
+        self.run(*self.inside("ceph", "mon", "set", "auth_allowed_ciphers", "aes,aes256k"))
+        self.run(*self.inside("ceph", "mon", "set", "auth_preferred_cipher", "aes"))
+        self.take_key(self.inside("ceph", "auth", "rotate", "client.admin", "--key-type", "aes"))
+
+    def take_key(self, rotate: Sequence[str]) -> None:
+        """The administrator's new key is in the keyring. A monitor applies what was set before the
+        command a moment after it has answered."""
+
+        def rotated() -> str:
+            with contextlib.suppress(RuntimeError):
+                return self.run(*rotate)
+            return ""
+
+        made = waiting.until(rotated, 20, "a new key", pause=0.5)
+        (self.folder / "keyring").write_text(made)  # the monitor has its own in its data
 
     def _create(self) -> None:
         for name in ("run", "log", "crash", "mon.a", "mgr.x", "osd.0", "mds.a"):
@@ -250,33 +307,38 @@ class CephCluster:
             ring = home / "keyring"
             flags = ["-C"] if not ring.exists() else []
             pairs = [w for i in range(0, len(caps), 2) for w in ("--cap", caps[i], caps[i + 1])]
-            self.run("ceph-authtool", *flags, str(ring), "-g", "-n", entity, *pairs)
+            made = ("ceph-authtool", *flags, str(ring), "-g", "-n", entity, *pairs)
+            self.run(*self.inside(*made))
         shutil.copy(self.folder / "keyring", everything)
         for entity in ("mgr.x", "mds.a", "osd.0"):
             ring = self.folder / entity / "keyring"
-            self.run("ceph-authtool", str(everything), "--import-keyring", str(ring))
+            taken = ("ceph-authtool", str(everything), "--import-keyring", str(ring))
+            self.run(*self.inside(*taken))
         monmap = str(self.folder / "monmap")
         addresses = f"[v2:{self.ip}:{self.port_v2},v1:{self.ip}:{self.port_v1}]"
-        self.run(
+        # A monitor ends at once when this is more than two releases before its own.
+        name = re.findall(r"\) (\w+) \(", self.version)[0]
+        drawn = (
             *("monmaptool", "--create", "--clobber", "--fsid", self.fsid),
-            *("--addv", "a", addresses, "--set-min-mon-release", "pacific", monmap),
+            *("--addv", "a", addresses, "--set-min-mon-release", name, monmap),
         )
-        self.run(
-            *("ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", str(everything))
-        )
+        self.run(*self.inside(*drawn))
+        begun = ("ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", str(everything))
+        self.run(*self.inside(*begun))
         osd_uuid = str(uuid.uuid4())
         (self.folder / "osd.uuid").write_text(osd_uuid)
-        self.run(
+        store = (
             *("ceph-osd", "-i", "0", "--no-mon-config", "--mkfs", "--osd-uuid", osd_uuid),
             *("--monmap", monmap, "--keyring", f"{self.folder}/osd.0/keyring"),
         )
+        self.run(*self.inside(*store))
 
     def _daemon(self, kind: str, *command: str) -> None:
         if not self.alive(kind):
             out = self.folder / "log" / f"{kind}.out"
             with out.open("ab") as stream:
                 subprocess.run(
-                    command,
+                    self.inside(*command),
                     env=self.environment,
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
@@ -336,15 +398,15 @@ class CephCluster:
         unique = str(uuid.uuid4())
         caps = ("--cap", "mon", "allow profile osd", "--cap", "mgr", "allow profile osd")
         ring = str(home / "keyring")
-        self.run(
-            *("ceph-authtool", "-C", ring, "-g", "-n", "osd.1"), *caps, "--cap", "osd", "allow *"
-        )
+        key = ("ceph-authtool", "-C", ring, "-g", "-n", "osd.1", *caps, "--cap", "osd", "allow *")
+        self.run(*self.inside(*key))
         self.run("ceph", "auth", "import", "-i", ring)
         self.run("ceph", "osd", "new", unique, "1")
-        self.run(
+        store = (
             *("ceph-osd", "-i", "1", "--no-mon-config", "--mkfs", "--osd-uuid", unique),
             *("--monmap", str(self.folder / "monmap")),
         )
+        self.run(*self.inside(*store))
         # Every other pool stays on osd.0.
         self.run("ceph", "osd", "crush", "rm-device-class", "0")
         self.run("ceph", "osd", "crush", "set-device-class", "first", "0")
@@ -354,7 +416,7 @@ class CephCluster:
             if other != pool:
                 self.run("ceph", "osd", "pool", "set", other, "crush_rule", "first")
         subprocess.run(
-            ["ceph-osd", "-i", "1", "-k", ring], env=self.environment,
+            self.inside("ceph-osd", "-i", "1", "-k", ring), env=self.environment,
             timeout=waiting.limit(60), check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -391,7 +453,7 @@ class CephCluster:
 
     def secret(self, entity: str = "client.admin") -> str:
         ring = self.folder / "keyring"
-        return self.run("ceph-authtool", str(ring), "-p", "-n", entity).strip()
+        return self.run(*self.inside("ceph-authtool", str(ring), "-p", "-n", entity)).strip()
 
     @contextlib.contextmanager
     def mounted(self, target: Path, *options: str) -> Iterator[Path]:
@@ -423,9 +485,11 @@ def _is_stopped(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[CephCluster]:
+def running(
+    folder: Path, release: str = RELEASE, *, older_clients: bool = True
+) -> Iterator[CephCluster]:
     """A cluster that is stopped at the end."""
-    made = CephCluster(folder)
+    made = CephCluster(folder, release=release, older_clients=older_clients)
     try:
         made.start()
         yield made

@@ -275,3 +275,33 @@ def test_a_part_is_never_chosen_by_links_of_the_source(area: Path) -> None:
     assert (target / "f").read_text() == "y"
     shown = mountinfo.top(target)
     assert shown is not None and (shown.root, shown.read_only) == ("/sets", True)
+
+
+async def test_kernel_and_ceph_fuse_are_asked_whether_they_know_the_type_of_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = "AgBdGQlqAAAAACAA" + "QUJD" * 10 + "QUI="
+    (tmp_path / "secret").write_text(newer)
+    (tmp_path / "rados").write_text("#!/bin/sh\necho ceph version 16.2.15\n")
+    (tmp_path / "rados").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(mounts, "kernel_has", lambda _: True)
+
+    async def resolve(_: Any) -> list[Address]:
+        return [Address("v1", "127.0.0.1", 1)]
+
+    monkeypatch.setattr(monitors, "resolve", resolve)
+    with pytest.raises(kit.errors.SourceError, match="this node's Ceph client 16.2.15 does not"):
+        await cephfs_mount.way_to(settings(tmp_path, client="fuse"), "it")
+    found = await cephfs_mount.way_to(settings(tmp_path), "it")
+    assert found.secret == newer
+
+    async def call(*_: Any, **__: Any) -> None:
+        raise OSError(524, "Unknown error 524")
+
+    monkeypatch.setattr(kit.child, "call", call)
+    with pytest.raises(kit.errors.SourceError, match="aes256k, which this kernel's client"):
+        await cephfs_mount.make(tmp_path / "m", found, "/", 10.0)
+    other = dataclasses.replace(found, secret="AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNobug==")
+    with pytest.raises(kit.errors.SourceError, match="mounting failed .524"):
+        await cephfs_mount.make(tmp_path / "m", other, "/", 10.0)
