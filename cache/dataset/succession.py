@@ -165,7 +165,11 @@ class Succession:
     @property
     def shown(self) -> frozenset[str]:
         """Ids at which jobs are to find the tree of the store."""
-        return frozenset() if self.dataset.removed else frozenset(self._shown)
+        dataset = self.dataset
+        there = {each.id for each in dataset.every_generation()}
+        if dataset.current.record.state != "complete":
+            there.discard(dataset.current.id)  # removed or evicted, and filled again since
+        return frozenset() if dataset.removed else frozenset(self._shown & there)
 
     def lose(self, name: str, what: str) -> None:
         """Jobs do not find it by its id any more. It is mounted again."""

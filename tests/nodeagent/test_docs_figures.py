@@ -36,7 +36,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "200 nodes train on 1 TiB": EXAMPLE,
         "200 TiB": EXAMPLE,
         "Version 0.1.0": VERSION,
-        "Ceph newer than 18.2": VERSION,
+        "Ceph newer than 20.2": VERSION,
         "Python 3.11": VERSION,
         "about 100,000 files": LIMIT,
         "Apache-2.0": NAME,

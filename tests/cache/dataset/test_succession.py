@@ -164,6 +164,11 @@ def test_a_dataset_that_is_removed_is_not_taken_for_a_lost_view(tmp_path: Path) 
     assert back.shown
     back.dataset.removed = True
     assert not back.shown
+    # Filled again before the succession has noted it: each time counted as a loss, after which the
+    # view is mounted later each time.
+    back.dataset.current.begin_anew()
+    back.dataset.removed = False
+    assert not back.shown
 
 
 async def test_what_is_to_go_is_gone_before_another_one_takes_its_folder(tmp_path: Path) -> None:
